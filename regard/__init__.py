@@ -1,0 +1,1 @@
+"""regard: attention mechanisms behind one contract."""

@@ -175,7 +175,7 @@ class Rotary:
         cos, sin = self.angles(positions, dtype)
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        turned = x[..., : self.dim].to(dtype)
+        turned = (x if x.shape[-1] == self.dim else x[..., : self.dim]).to(dtype)
         if self.style == "half":
             a, b = turned.chunk(2, dim=-1)
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

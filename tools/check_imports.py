@@ -8,10 +8,10 @@ Layers, highest first; a module imports from its own layer or a lower one, never
     7 training, testing, analysis  4 nn         1 backends
     6 models                       3 mixers     0 vocabulary: masks, biases, positions, caches, errors ...
 
-and besides: no mixer imports another (shared code lives in mixers/base.py and mixers/parts.py); a backend is imported
-by backends/__init__.py only; nothing below the top layer imports from the package's front page `regard` itself; a
-package other than torch and the standard library is imported inside a function or under `if TYPE_CHECKING`, never at
-import time.
+and besides: no mixer imports another (shared code lives in mixers/base.py and mixers/parts.py); a backend (a module of
+backends/ that defines `reject`) is imported by backends/__init__.py only, but for `reference`, which is the definition;
+nothing below the top layer imports from the package's front page `regard` itself; a package other than torch and the
+standard library is imported inside a function or under `if TYPE_CHECKING`, never at import time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def layer_of(module: str) -> int:
     return LAYERS.get(module.split(".")[1], 0)
 
 
-def complaint(module: str, item: Import, known: set[str]) -> str | None:
+def complaint(module: str, item: Import, known: set[str], backends: set[str]) -> str | None:
     """Why this import is wrong, or None."""
     root = item.target.split(".")[0]
     if root != "regard":
@@ -105,12 +105,18 @@ def complaint(module: str, item: Import, known: set[str]) -> str | None:
     if here[1] == "mixers" and there[1] == "mixers" and len(here) > 2 and len(there) > 2:
         if there[2] != here[2] and there[2] not in SHARED_BY_MIXERS:
             return f"imports {item.target}: no mixer imports another (shared code lives in mixers/parts.py or an op)"
-    if there[1] == "backends" and len(there) > 2 and not there[2].startswith("_"):
-        if module != "regard.backends" and here[1:3] != there[1:3]:
-            return f"imports {item.target}: only backends/__init__.py names backends"
+    if ".".join(there[:3]) in backends and module != "regard.backends" and here[1:3] != there[1:3]:
+        return f"imports {item.target}: only backends/__init__.py names backends"
     if item.target not in known:
         return f"imports {item.target}, which does not exist"
     return None
+
+
+def is_backend(module: str, tree: ast.Module) -> bool:
+    """Whether a module is a backend that only backends/__init__.py may import."""
+    if not module.startswith("regard.backends.") or module == "regard.backends.reference":
+        return False
+    return any(isinstance(node, ast.FunctionDef) and node.name == "reject" for node in tree.body)
 
 
 def named_backend(node: ast.AST, module: str) -> str | None:
@@ -130,12 +136,13 @@ def check(package: Path) -> list[str]:
     for path in sorted(package.rglob("*.py")):
         parts = [package.name, *path.relative_to(package).with_suffix("").parts]
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    known = set(files)
+    trees = {module: ast.parse(path.read_text(encoding="utf-8"), str(path)) for module, path in files.items()}
+    backends = {module for module, tree in trees.items() if is_backend(module, tree)}
     found = []
     for module, path in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        for item in imports_of(tree, module, path.name == "__init__.py", known):
-            if message := complaint(module, item, known):
+        tree = trees[module]
+        for item in imports_of(tree, module, path.name == "__init__.py", set(files)):
+            if message := complaint(module, item, set(files), backends):
                 found.append(f"{path}:{item.line}: {message}")
         for node in ast.walk(tree):
             if name := named_backend(node, module):

@@ -1,1 +1,36 @@
-"""regard: attention mechanisms behind one contract."""
+"""regard: attention mechanisms behind one contract.
+
+``import regard`` is light: torch and the parts are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard import biases, masks
+    from regard.backends import use_backend
+    from regard.ops.attention import attention, attention_weights, explain
+
+__all__ = ["attention", "attention_weights", "biases", "explain", "masks", "use_backend"]
+__version__ = "0.1.0"
+
+_HOME = {
+    "attention": "regard.ops.attention",
+    "attention_weights": "regard.ops.attention",
+    "explain": "regard.ops.attention",
+    "use_backend": "regard.backends",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"regard.{name}")
+    raise AttributeError(f"module 'regard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,149 @@
+"""Backends: who can run a call, in which order they are asked, and why one says no.
+
+A backend is a module with three functions that read only metadata (device, dtype, shapes, kinds of mask and bias), so that
+choosing traces under ``torch.compile(fullgraph=True)``:
+
+- ``reject(call) -> str | None``: why it cannot run the call, in one sentence.
+- ``defer(call) -> str | None``: why it would rather not, though it can; it still runs when asked for by name.
+- ``run(call) -> (out, lse)``: the work, in the compute dtype, before a sink takes its share.
+
+The choice never depends on the batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from regard.backends import chunked, flex, reference, sdpa
+from regard.backends.call import AttentionCall
+from regard.errors import BackendUnsupported
+
+__all__ = ["ORDER", "AttentionCall", "Explanation", "Verdict", "explain_call", "names", "run", "select", "use_backend"]
+
+_BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference}
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("sdpa", "chunked", "flex", "reference"),
+    "cuda": ("sdpa", "flex", "chunked", "reference"),
+}
+_OTHER = ("sdpa", "chunked", "flex", "reference")
+
+_log = logging.getLogger("regard")
+_said: set[tuple[str, str]] = set()
+_named: ContextVar[str | None] = ContextVar("regard_backend", default=None)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all backends."""
+    return tuple(_BACKENDS)
+
+
+def _known(name: str) -> str:
+    if name not in _BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, got {name!r}")
+    return name
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Inside the block, calls that name no backend use `name`, or raise `BackendUnsupported`; None lifts an outer block.
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> with regard.use_backend("reference"):
+    ...     out = regard.attention(q, q, q)
+    """
+    token = _named.set(None if name is None else _known(name))
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend's answer to a call."""
+
+    name: str
+    reason: str | None  # why it does not run it; None for the one that does and for those that could
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend runs a call, and why the others don't; prints as a table."""
+
+    rows: tuple[Verdict, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        """The backend that runs the call."""
+        return next((row.name for row in self.rows if row.chosen), None)
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
+        said = ((row.name, "runs it" if row.chosen else row.reason or "could run it; comes later in the order") for row in self.rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in said)
+
+
+def _order(call: AttentionCall) -> tuple[str, ...]:
+    return ORDER.get(call.q.device.type, _OTHER)
+
+
+def explain_call(call: AttentionCall, name: str | None = None) -> Explanation:
+    """Every backend's answer, in the order in which they are asked."""
+    name = _named.get() if name is None else _known(name)
+    rows: list[Verdict] = []
+    taken = False
+    for one in _order(call):
+        backend = _BACKENDS[one]
+        reason: str | None = backend.reject(call)
+        if reason is None and name is None:
+            reason = backend.defer(call)
+        elif reason is None and one != name:
+            reason = f"backend {name!r} was asked for"
+        chosen = reason is None and not taken
+        taken = taken or chosen
+        rows.append(Verdict(one, reason, chosen))
+    return Explanation(tuple(rows))
+
+
+def select(call: AttentionCall, name: str | None = None) -> str:
+    """The first backend that runs the call, or the one named; raises `BackendUnsupported` when that one cannot."""
+    name = _named.get() if name is None else _known(name)
+    order = _order(call)
+    if name is not None:
+        reason = _BACKENDS[name].reject(call)
+        if reason is not None:
+            able = [one for one in order if _BACKENDS[one].reject(call) is None]
+            raise BackendUnsupported(f"backend {name!r} cannot run this call: {reason}. These can: {', '.join(able)}")
+        return name
+    for one in order:
+        backend = _BACKENDS[one]
+        if backend.reject(call) is None and backend.defer(call) is None:
+            if one == "reference":
+                _note_fallback(call, one)
+            return one
+    raise AssertionError("the reference backend runs every call")
+
+
+def _note_fallback(call: AttentionCall, taken: str) -> None:
+    if torch.compiler.is_compiling():
+        return
+    reason = chunked.reject(call) or "others were rejected"
+    if (taken, reason) not in _said:
+        _said.add((taken, reason))
+        _log.info("attention falls back to the dense %s backend: %s", taken, reason)
+
+
+def run(call: AttentionCall, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run the call on the selected backend: (out, lse) in the compute dtype, before a sink takes its share."""
+    result: tuple[Tensor, Tensor] = _BACKENDS[select(call, name)].run(call)
+    return result

@@ -1,0 +1,67 @@
+"""torch's scaled_dot_product_attention, where it means exactly the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.backends.call import AttentionCall
+
+__all__ = ["defer", "reject", "run"]
+
+DENSE_LIMIT = 2**24  # scores; beyond that a dense mask is not worth holding
+
+
+def reject(call: AttentionCall) -> str | None:
+    """It has no softcap, no log-sum-exp, and its dropout draws other bits."""
+    if call.softcap is not None:
+        return "it has no softcap"
+    if call.return_lse or call.sink is not None:
+        return "it does not return the log-sum-exp, which return_lse and sinks need"
+    if call.dropout_p > 0:
+        return "its dropout is not the library's, so results would depend on the backend"
+    if call.q.dtype == torch.float16 and call.q.device.type == "cpu":
+        return "its float16 kernels on the CPU do not keep the sums in float32"
+    if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+        return "it is not defined for empty sizes"
+    if call.q.shape[-1] != call.v.shape[-1] and call.q.device.type != "cpu":
+        return "its kernels want the same size for keys and values"
+    dense = call.bias is not None or not (call.reads_everything or call.squarely_causal)
+    if dense and call.q.shape[2] * call.k.shape[2] > DENSE_LIMIT:
+        return f"it would hold the mask or bias densely, over {DENSE_LIMIT:,} entries"
+    return None
+
+
+def defer(call: AttentionCall) -> str | None:
+    """Dense masks, trained calls and few queries run better, or are differentiable twice, elsewhere."""
+    if call.bias is not None or not (call.reads_everything or call.squarely_causal):
+        return "it would hold the mask or bias densely (it does when asked for by name)"
+    if call.wants_grad:
+        return "its backward pass cannot be differentiated again (it runs when asked for by name)"
+    if call.q.device.type == "cpu" and call.q.shape[2] < 8 * call.group:
+        return "with few queries it reads grouped keys slowly (it runs when asked for by name)"
+    return None
+
+
+def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, an empty lse): nobody asks for lse here."""
+    q, k, v = call.q, call.k, call.v
+    nothing = q.new_empty(0)
+    grouped = {"enable_gqa": True} if call.group > 1 else {}
+    if call.bias is None and call.squarely_causal:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, **grouped), nothing
+    if call.bias is None and call.reads_everything:
+        return F.scaled_dot_product_attention(q, k, v, scale=call.scale, **grouped), nothing
+    batch, q_heads, _, q_len, k_len, _ = call.sizes
+    site = call.frame.site()
+    extra: Tensor | None = None
+    if call.mask is not None:
+        extra = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len)
+        read = extra.flatten(1, 2).any(1)[:, None, :, None]  # its kernels multiply by every key: unread ones must be finite
+        k, v = (torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (k, v))
+    if call.bias is not None:
+        bias = call.bias.scores(site, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
+        bias = bias if extra is None else torch.where(extra, bias, -torch.inf)
+        extra = bias.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, scale=call.scale, **grouped), nothing

@@ -1,0 +1,301 @@
+"""What every mask can do, and the combinations: and, or, not, moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from regard.masks.checks import UNKNOWN, describe
+from regard.masks.intervals import Intervals
+from regard.sites import Frame, Packing, Site, Span
+
+__all__ = ["And", "Mask", "Moved", "Not", "Or", "as_mask", "split_packing", "tensors_of", "to_device"]
+
+M = TypeVar("M", bound="Mask")
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A predicate on (batch, head, query slot, key slot). Subclasses give `allows_at`, and `bounds` where blocks can be read."""
+
+    exact_bounds: ClassVar[bool] = False  # bounds() tells empty, partial and full apart without looking at single pairs
+    traceable: ClassVar[bool] = True  # allows_at works on 0-d index tensors inside a compiled kernel
+
+    def allows_at(self, site: Site) -> Tensor:
+        """The truth on the pairs of `site`: a bool tensor that broadcasts against (B, H, rows, columns)."""
+        raise NotImplementedError
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        """(may any pair of the tile be allowed, are all of them): sound, so a tile of ``(False, _)`` can be skipped."""
+        return UNKNOWN
+
+    def offsets(self) -> Intervals | None:
+        """The allowed values of ``i - j``, when the mask depends on nothing else."""
+        return None
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        """Raise ValueError where the mask's tensors do not fit a call of these sizes."""
+        for child in self.children():
+            child.check(batch, heads, q_len, k_len)
+
+    def children(self) -> tuple[Mask, ...]:
+        """The masks this one is made of."""
+        return ()
+
+    def moved(self, by: int) -> Mask:
+        """The same mask for keys whose first column is slot `by` (a window cache holds only the latest columns)."""
+        return self if by == 0 or self.offsets() is not None else Moved(self, by)
+
+    # ---- what users call -------------------------------------------------------------------------------------------
+
+    def allows(self, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        """Whether query slot `i` may attend to key slot `j` in batch row `b`, head `h`: ints or tensors that broadcast."""
+        b, h, i, j = (torch.as_tensor(x) for x in (b, h, i, j))
+        return self.allows_at(Site(b, h, i, j, i, j))
+
+    def dense(
+        self, q_len: int, k_len: int | None = None, *, batch: int = 1, heads: int = 1, q_start: int | Tensor | None = None
+    ) -> Tensor:
+        """The whole mask as bool ``(B, H, Tq, Tk)``; B and H are 1 where the mask is the same for all rows or heads."""
+        frame = self._frame(q_len, k_len, batch, heads, q_start)
+        allowed = self.allows_at(frame.site())
+        while allowed.ndim < 4:
+            allowed = allowed.unsqueeze(0)
+        return allowed.expand(*allowed.shape[:2], frame.q_len, frame.k_len)
+
+    def block_layout(
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        size: int | tuple[int, int] = 128,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_start: int | Tensor | None = None,
+    ) -> Tensor:
+        """Blocks of `size` (queries, keys) as int8 ``(B, H, rows, columns)``: 0 empty, 1 partial, 2 full; edge blocks are ragged.
+
+        Memoised. Masks that read no tensor are answered from their definition; of the others only undecided blocks are evaluated,
+        so the dense form is never held.
+        """
+        from regard.masks.layout import block_layout
+
+        sizes = (size, size) if isinstance(size, int) else size
+        key = (q_len, k_len, sizes, batch, heads, q_start if isinstance(q_start, int) else None)
+        if isinstance(q_start, Tensor) or key not in self._memo:
+            layout = block_layout(self, self._frame(q_len, k_len, batch, heads, q_start), sizes)
+            if isinstance(q_start, Tensor):
+                return layout
+            self._memo[key] = layout
+        return self._memo[key].clone()
+
+    def mask_mod(self, q_start: int | Tensor = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """FlexAttention's predicate ``(b, h, q_idx, kv_idx) -> bool`` for queries that start at slot `q_start`."""
+
+        def predicate(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            start = q_start[b] if isinstance(q_start, Tensor) else q_start
+            return self.allows_at(Site(b, h, q_idx + start, kv_idx, q_idx, kv_idx))
+
+        return predicate
+
+    def draw(self, q_len: int, k_len: int | None = None, *, batch: int = 0, head: int = 0, q_start: int | None = None) -> str:
+        """A picture in text, one line per query: ``#`` may attend, ``.`` may not."""
+        dense = self.dense(q_len, k_len, batch=batch + 1, heads=head + 1, q_start=q_start)
+        rows = dense[min(batch, dense.shape[0] - 1), min(head, dense.shape[1] - 1)].tolist()
+        return "\n".join("".join("#" if allowed else "." for allowed in row) for row in rows)
+
+    def to(self: M, device: torch.device | str) -> M:
+        """The same mask with its tensors on `device`."""
+        return to_device(self, device)  # type: ignore[no-any-return]
+
+    def __and__(self, other: Mask) -> Mask:
+        return And((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    @property
+    def _memo(self) -> dict[Any, Any]:
+        # frozen dataclass: the memo lives beside the fields; it is derived data and never part of the value
+        return self.__dict__.setdefault("_memo_", {})  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_memo_"}
+
+    def _frame(self, q_len: int, k_len: int | None, batch: int, heads: int, q_start: int | Tensor | None) -> Frame:
+        k_len = q_len if k_len is None else k_len
+        packing = split_packing(self)
+        self.check(batch, heads, q_len, k_len)
+        device = next((t.device for t in tensors_of(self)), None)
+        return Frame(batch, heads, q_len, k_len, k_len - q_len if q_start is None else q_start, packing, device)
+
+
+class _Combined(Mask):
+    parts: tuple[Mask, ...]
+
+    def children(self) -> tuple[Mask, ...]:
+        return self.parts
+
+    def _all_offsets(self) -> list[Intervals] | None:
+        found = [part.offsets() for part in self.parts]
+        return None if any(one is None for one in found) else found  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
+class And(_Combined):
+    """Every part allows the pair."""
+
+    parts: tuple[Mask, ...]
+
+    def offsets(self) -> Intervals | None:
+        found = self._all_offsets()
+        return None if found is None else functools.reduce(operator.and_, found)
+
+    def allows_at(self, site: Site) -> Tensor:
+        return functools.reduce(operator.and_, (part.allows_at(site) for part in self.parts))
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        if (offsets := self.offsets()) is not None:
+            return offsets.meet(*span.distance)
+        some, every = zip(*(part.bounds(span) for part in self.parts), strict=True)
+        return all(some), all(every)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(_Combined):
+    """Some part allows the pair."""
+
+    parts: tuple[Mask, ...]
+
+    def offsets(self) -> Intervals | None:
+        found = self._all_offsets()
+        return None if found is None else functools.reduce(operator.or_, found)
+
+    def allows_at(self, site: Site) -> Tensor:
+        return functools.reduce(operator.or_, (part.allows_at(site) for part in self.parts))
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        if (offsets := self.offsets()) is not None:
+            return offsets.meet(*span.distance)
+        some, every = zip(*(part.bounds(span) for part in self.parts), strict=True)
+        return any(some), any(every)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    """The part does not allow the pair."""
+
+    part: Mask
+
+    def children(self) -> tuple[Mask, ...]:
+        return (self.part,)
+
+    def offsets(self) -> Intervals | None:
+        found = self.part.offsets()
+        return None if found is None else ~found
+
+    def allows_at(self, site: Site) -> Tensor:
+        return ~self.part.allows_at(site)
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        some, every = self.part.bounds(span)
+        return not every, not some
+
+
+@dataclass(frozen=True, eq=False)
+class Moved(Mask):
+    """`part` for keys whose first column is slot `by`."""
+
+    part: Mask
+    by: int
+
+    def children(self) -> tuple[Mask, ...]:
+        return (self.part,)
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        self.part.check(batch, heads, q_len, k_len + self.by)
+
+    def allows_at(self, site: Site) -> Tensor:
+        return self.part.allows_at(site.moved(self.by))
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        return self.part.bounds(span.moved(self.by))
+
+
+def as_mask(mask: Any) -> Mask | None:
+    """A mask from what the `mask` argument accepts: a Mask, a bool tensor (2-D or 4-D), or None."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    from regard.masks.patterns import Dense
+
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask: expected a Mask, a bool tensor or None, got {describe(mask)}")
+    return Dense(mask)
+
+
+def split_packing(mask: Mask | None) -> Packing | None:
+    """The packing of a `Segments.from_lengths` term, which may only stand in the outermost ``&``."""
+    terms = _and_terms(mask) if mask is not None else []
+    found = [packing for term in terms if (packing := getattr(term, "packing", None)) is not None]
+    if len(found) > 1:
+        raise ValueError(f"mask: Segments.from_lengths may stand once in a mask, got it {len(found)} times")
+    if any(_holds_packing(child) for term in terms for child in term.children()):
+        raise ValueError("mask: Segments.from_lengths renumbers slots, so it may only be a term of the outermost &")
+    return found[0] if found else None
+
+
+def _and_terms(mask: Mask) -> list[Mask]:
+    return [term for part in mask.parts for term in _and_terms(part)] if isinstance(mask, And) else [mask]
+
+
+def _holds_packing(mask: Mask) -> bool:
+    return getattr(mask, "packing", None) is not None or any(map(_holds_packing, mask.children()))
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """A frozen dataclass (a mask or a bias) with every tensor in it on `device`; itself when nothing moves."""
+    changes = {}
+    for part in dataclasses.fields(value):
+        old = getattr(value, part.name)
+        if isinstance(old, Tensor):
+            new: Any = old.to(device)
+        elif isinstance(old, tuple) and old and dataclasses.is_dataclass(old[0]):
+            new = tuple(to_device(one, device) for one in old)
+            new = old if all(a is b for a, b in zip(old, new, strict=True)) else new
+        elif dataclasses.is_dataclass(old) and not isinstance(old, (type, Packing)):
+            new = to_device(old, device)
+        else:
+            continue
+        if new is not old:
+            changes[part.name] = new
+    if not changes:
+        return value
+    moved = object.__new__(type(value))  # not the constructor: it may take other arguments (RandomBlocks draws)
+    for key, old in value.__dict__.items():
+        if key != "_memo_":
+            object.__setattr__(moved, key, changes.get(key, old))
+    return moved
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in a mask or bias."""
+    found: list[Tensor] = []
+    for part in dataclasses.fields(value):
+        one = getattr(value, part.name)
+        members = one if isinstance(one, tuple) else (one,)
+        for member in members:
+            if isinstance(member, Tensor):
+                found.append(member)
+            elif dataclasses.is_dataclass(member) and not isinstance(member, (type, Packing)):
+                found.extend(tensors_of(member))
+    return found

@@ -1,0 +1,110 @@
+"""Small helpers of the masks: argument checks, broadcasting look-ups, and what a block of a tensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.sites import Site, can_read
+
+__all__ = ["any_all", "describe", "fits", "fits_ids", "is_bool", "is_ids", "label", "lengths", "pick", "same_label", "whole"]
+
+UNKNOWN = (True, False)  # bounds that promise nothing: some pair may be allowed, not all need be
+
+
+def describe(value: Any) -> str:
+    """How an error names what came."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def whole(name: str, value: Any, least: int | None) -> int:
+    """`value` as an int of at least `least`, or an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {describe(value)}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: expected an int of at least {least}, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def lengths(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
+    """Sequence lengths as a tuple of ints."""
+    if isinstance(values, Tensor):
+        if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
+            raise ValueError(f"{name}: expected integers, one per sequence, got {describe(values)}")
+        values = values.tolist()
+    return tuple(whole(name, value, 0) for value in values)
+
+
+def is_bool(name: str, tensor: Any, ndims: tuple[int, ...], shape: str) -> None:
+    """Raise unless `tensor` is a bool tensor of one of these numbers of dimensions."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
+        raise TypeError(f"{name}: expected a bool tensor {shape}, True = may attend, got {describe(tensor)}")
+    if tensor.ndim not in ndims:
+        raise ValueError(f"{name}: expected a bool tensor {shape}, got {describe(tensor)}")
+
+
+def is_ids(name: str, tensor: Any, ndims: tuple[int, ...]) -> None:
+    """Raise unless `tensor` is an integer tensor of one of these numbers of dimensions."""
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name}: expected an integer tensor, got {describe(tensor)}")
+    if tensor.ndim not in ndims:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, ndims))} dimensions, the last one tokens, got {describe(tensor)}")
+
+
+def fits(name: str, tensor: Tensor, sizes: Sequence[int]) -> None:
+    """Raise unless `tensor` broadcasts to `sizes`."""
+    if any(have not in (1, want) for have, want in zip(tensor.shape, sizes, strict=True)):
+        raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(sizes)}, got {tuple(tensor.shape)}")
+
+
+def fits_ids(name: str, ids: Tensor, batch: int, heads: int, length: int) -> None:
+    """Raise unless `ids` has one label per token, shared or not by rows and heads."""
+    if ids.shape[-1] != length:
+        raise ValueError(f"{name}: expected one id for each of {length} tokens, got shape {tuple(ids.shape)}")
+    fits(name, ids, {1: (length,), 2: (batch, length), 3: (batch, heads, length)}[ids.ndim])
+
+
+def pick(tensor: Tensor, *index: Tensor) -> Tensor:
+    """``tensor[index]`` where dimensions of size 1 broadcast."""
+    return tensor[tuple(torch.zeros_like(i) if size == 1 else i for i, size in zip(index, tensor.shape, strict=True))]
+
+
+def label(ids: Tensor, site: Site, token: Tensor) -> Tensor:
+    """The label of every token of a site; ids (T,), (B, T) or (B, H, T)."""
+    return pick(ids, *((), (site.b,), (site.b, site.h))[ids.ndim - 1], token)
+
+
+def any_all(mask: Any, tensor: Tensor, index: tuple[Any, ...]) -> tuple[bool, bool]:
+    """(any, all) of a block of a bool tensor, remembered on the mask."""
+    if not can_read(tensor):
+        return UNKNOWN
+    key = tuple((part.start, part.stop) if isinstance(part, slice) else None for part in index)
+    if key not in mask._memo:
+        block = tensor[index]
+        mask._memo[key] = (bool(block.any()), bool(block.all()))
+    answer: tuple[bool, bool] = mask._memo[key]
+    return answer
+
+
+def same_label(mask: Any, q: tuple[Tensor, tuple[int, int]], k: tuple[Tensor, tuple[int, int]]) -> tuple[bool, bool]:
+    """(may any, do all) labels of two ranges of tokens agree: by their smallest and largest, remembered on the mask."""
+    ends = []
+    for side, (ids, tokens) in enumerate((q, k)):
+        if not can_read(ids):
+            return UNKNOWN
+        key = (side, ids is q[0], tokens)
+        if key not in mask._memo:
+            part = ids[..., slice(*tokens)]
+            mask._memo[key] = (part.amin(-1), part.amax(-1))
+        ends.append(mask._memo[key])
+    (q_low, q_high), (k_low, k_high) = ends
+    if {q_low.ndim, k_low.ndim} == {1, 2}:  # (B,) beside (B, H)
+        q_low, q_high, k_low, k_high = (x[:, None] if x.ndim == 1 else x for x in (q_low, q_high, k_low, k_high))
+    some = ((q_low <= k_high) & (k_low <= q_high)).any()
+    every = ((q_low == q_high) & (k_low == k_high) & (q_low == k_low)).all()
+    return bool(some), bool(every)

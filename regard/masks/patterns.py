@@ -1,0 +1,194 @@
+"""Masks that tensors spell out: padding, blocks, global tokens, edges of a graph, dense masks, any predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.masks.base import Mask
+from regard.masks.checks import UNKNOWN, any_all, describe, fits, is_bool, pick, whole
+from regard.sites import Site, Span
+
+__all__ = ["Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPadding(Mask):
+    """``keep[b, j]``: bool (B, Tk), True where the key is a real token."""
+
+    keep: Tensor
+    exact_bounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        is_bool("keep", self.keep, (2,), "(B, Tk)")
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        fits("KeyPadding.keep", self.keep, (batch, k_len))
+
+    def allows_at(self, site: Site) -> Tensor:
+        return pick(self.keep, site.b, site.col)
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        return any_all(self, self.keep, (..., slice(*span.cols)))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    """``layout[…, i // size, j // size]``: bool (rows, columns) or (B, H, rows, columns); the last block may be ragged."""
+
+    layout: Tensor
+    size: int
+    exact_bounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        is_bool("layout", self.layout, (2, 4), "(rows, columns) or (B, H, rows, columns)")
+        whole("size", self.size, 1)
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        if self.layout.ndim == 4:
+            fits(f"{type(self).__name__}.layout", self.layout, (batch, heads, *self.layout.shape[2:]))
+        need = -(-k_len // self.size)
+        if self.layout.shape[-1] < need:
+            raise ValueError(f"layout: {k_len} keys in blocks of {self.size} need {need} columns, got {self.layout.shape[-1]}")
+
+    def allows_at(self, site: Site) -> Tensor:
+        rows = self.layout.shape[-2]
+        i, j = site.i // self.size, site.j // self.size
+        inside = (i >= 0) & (i < rows)
+        index = (i.clamp(0, max(rows - 1, 0)), j)
+        return (pick(self.layout, site.b, site.h, *index) if self.layout.ndim == 4 else self.layout[index]) & inside
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        first, last = span.i_low // self.size, span.i_high // self.size + 1
+        if first < 0 or last > self.layout.shape[-2]:
+            return UNKNOWN
+        return any_all(self, self.layout, (..., slice(first, last), slice(span.j_low // self.size, span.j_high // self.size + 1)))
+
+
+class RandomBlocks(Blocks):
+    """`per_row` random key blocks for every query block of a sequence of `length`; drawn from `seed`, kept in ``layout``.
+
+    Drawn separately for each of `heads` heads, without replacement, from a generator of its own.
+    """
+
+    def __init__(self, per_row: int, size: int, length: int, *, heads: int = 1, seed: int = 0) -> None:
+        whole("size", size, 1)
+        whole("heads", heads, 1)
+        blocks = -(-whole("length", length, 0) // size)
+        if not 0 <= whole("per_row", per_row, 0) <= blocks:
+            raise ValueError(f"per_row: expected 0 to {blocks}, the number of key blocks, got {per_row}")
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.rand(1, heads, blocks, blocks, generator=generator, dtype=torch.float64).argsort(-1).argsort(-1)
+        super().__init__(order < per_row, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Global(Mask):
+    """i or j is global. `which`: the global slots as a sequence of ints, or bool (T,) or (B, T) over slots."""
+
+    which: Tensor | Sequence[int]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.which, Tensor):
+            is_bool("which", self.which, (1, 2), "(T,) or (B, T), or a sequence of slots")
+            return
+        slots = [whole("which", slot, 0) for slot in self.which]
+        flags = torch.zeros(max(slots, default=-1) + 1, dtype=torch.bool)
+        flags[slots] = True
+        object.__setattr__(self, "which", flags)
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        if self.which.ndim == 2 and self.which.shape[0] not in (1, batch):  # type: ignore[union-attr]
+            raise ValueError(f"Global.which: expected {batch} rows, one per batch row, got {self.which.shape[0]}")  # type: ignore[union-attr]
+
+    def _flag(self, site: Site, slot: Tensor) -> Tensor:
+        which = self.which
+        assert isinstance(which, Tensor)
+        length = which.shape[-1]
+        if length == 0:
+            return torch.zeros_like(slot, dtype=torch.bool)
+        inside = (slot >= 0) & (slot < length)  # slots past the list are ordinary
+        slot = slot.clamp(0, length - 1)
+        return (pick(which, site.b, slot) if which.ndim == 2 else which[slot]) & inside
+
+    def allows_at(self, site: Site) -> Tensor:
+        return self._flag(site, site.i) | self._flag(site, site.j)
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        which = self.which
+        assert isinstance(which, Tensor)
+        some_i, _ = any_all(self, which, (..., slice(max(span.i_low, 0), max(span.i_high + 1, 0))))
+        some_j, _ = any_all(self, which, (..., slice(max(span.j_low, 0), max(span.j_high + 1, 0))))
+        return some_i or some_j, False
+
+
+@dataclass(frozen=True, eq=False)
+class Edges(Mask):
+    """Edges of a graph, an integer tensor (2, E): row 0 the source j, row 1 the target i. Repeated edges count once."""
+
+    index: Tensor
+    traceable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.index.ndim != 2 or self.index.shape[0] != 2 or self.index.is_floating_point() or self.index.dtype == torch.bool:
+            raise ValueError(f"index: expected an integer tensor (2, E), row 0 sources, row 1 targets, got {describe(self.index)}")
+
+    def allows_at(self, site: Site) -> Tensor:
+        i, j = torch.broadcast_tensors(site.i, site.j)
+        if not self.index.shape[1]:
+            return torch.zeros_like(i, dtype=torch.bool)
+        if "codes" not in self._memo:
+            source, target = self.index.long()
+            width = int(self.index.max()) + 1
+            self._memo["codes"] = (width, (target * width + source).sort().values)
+        width, codes = self._memo["codes"]
+        wanted = i * width + j
+        at = torch.searchsorted(codes, wanted.contiguous()).clamp(max=codes.numel() - 1)
+        return (codes[at] == wanted) & (i >= 0) & (j >= 0) & (i < width) & (j < width)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A bool tensor over the call's rows and columns, (Tq, Tk) or (B, H, Tq, Tk), either side broadcasting."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tensor, Tensor) and self.tensor.ndim == 3:
+            raise ValueError(
+                f"mask: a 3-D mask is ambiguous, got {describe(self.tensor)}; add the missing axis: mask[:, None] for one mask per"
+                " batch row, mask[None] for one per head"
+            )
+        if isinstance(self.tensor, Tensor) and self.tensor.is_floating_point():
+            raise TypeError(f"mask: expected a bool tensor, got {describe(self.tensor)}; a float tensor is a bias: pass it as bias=")
+        is_bool("mask", self.tensor, (2, 4), "(Tq, Tk) or (B, H, Tq, Tk)")
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        fits("mask", self.tensor, (batch, heads, q_len, k_len)[-self.tensor.ndim :])
+
+    def allows_at(self, site: Site) -> Tensor:
+        t = self.tensor
+        return pick(t, site.row, site.col) if t.ndim == 2 else pick(t, site.b, site.h, site.row, site.col)
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        rows = slice(*span.rows) if self.tensor.shape[-2] != 1 else slice(None)
+        cols = slice(*span.cols) if self.tensor.shape[-1] != 1 else slice(None)
+        return any_all(self, self.tensor, (..., rows, cols))
+
+
+@dataclass(frozen=True, eq=False)
+class Predicate(Mask):
+    """Any function ``fn(b, h, i, j) -> bool tensor`` on broadcasting index tensors; runs on `reference` and `chunked`."""
+
+    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    traceable: ClassVar[bool] = False
+
+    def allows_at(self, site: Site) -> Tensor:
+        allowed = self.fn(site.b, site.h, site.i, site.j)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+            raise TypeError(f"Predicate.fn: expected a bool tensor, got {describe(allowed)}")
+        return allowed

@@ -1,0 +1,114 @@
+"""Masks of positions alone: the distance ``i - j``, or how far the key stands from the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.masks.base import Mask
+from regard.masks.checks import UNKNOWN, describe, pick, whole
+from regard.masks.intervals import EVERYTHING, Intervals
+from regard.sites import Site, Span, can_read
+
+__all__ = ["Band", "Causal", "Full", "KeyLengths", "Prefix", "Window"]
+
+
+class _Offset(Mask):
+    exact_bounds: ClassVar[bool] = True
+
+    def allows_at(self, site: Site) -> Tensor:
+        intervals = self.offsets()
+        assert intervals is not None
+        return intervals.contains(site.i - site.j)
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        intervals = self.offsets()
+        assert intervals is not None
+        return intervals.meet(*span.distance)
+
+
+@dataclass(frozen=True, eq=False)
+class Full(_Offset):
+    """Every query may attend to every key."""
+
+    def offsets(self) -> Intervals:
+        return EVERYTHING
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(_Offset):
+    """``j <= i``: a query sees the keys up to its own slot (bottom-right aligned by default)."""
+
+    def offsets(self) -> Intervals:
+        return Intervals.of((0, None))
+
+
+@dataclass(frozen=True, eq=False)
+class Window(_Offset):
+    """``0 <= i - j < w``: the `w` latest keys, the query's own included; causal by itself."""
+
+    w: int
+
+    def __post_init__(self) -> None:
+        whole("w", self.w, 1)
+
+    def offsets(self) -> Intervals:
+        return Intervals.of((0, self.w - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Band(_Offset):
+    """``-left <= j - i <= right``; None leaves that side open."""
+
+    left: int | None
+    right: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), None)
+
+    def offsets(self) -> Intervals:
+        return Intervals.of((None if self.right is None else -self.right, self.left))
+
+
+@dataclass(frozen=True, eq=False)
+class _KeysBefore(Mask):
+    n: int | Tensor
+    exact_bounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, Tensor):
+            whole("n", self.n, 0)
+        elif self.n.ndim != 1 or self.n.dtype == torch.bool or self.n.is_floating_point():
+            raise ValueError(f"n: expected an int or an integer tensor (B,), got {describe(self.n)}")
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        if isinstance(self.n, Tensor) and self.n.shape[0] not in (1, batch):
+            raise ValueError(f"{type(self).__name__}.n: expected {batch} numbers, one per batch row, got {self.n.shape[0]}")
+
+    def allows_at(self, site: Site) -> Tensor:
+        n = self.n
+        return site.j < (pick(n, site.b) if isinstance(n, Tensor) else n)
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        n = self.n
+        if not isinstance(n, Tensor):
+            return span.j_low < n, span.j_high < n
+        if not can_read(n) or not n.numel():
+            return UNKNOWN
+        if "range" not in self._memo:
+            self._memo["range"] = (int(n.min()), int(n.max()))
+        low, high = self._memo["range"]
+        return span.j_low < high, span.j_high < low
+
+
+class Prefix(_KeysBefore):
+    """``j < n[b]``: the first `n` keys (an int, or one per batch row); prefix-LM is ``Causal() | Prefix(n)``."""
+
+
+class KeyLengths(_KeysBefore):
+    """``j < n[b]``: hides the keys from `n` on (an int, or one per batch row); it moves nothing."""

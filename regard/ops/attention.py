@@ -1,0 +1,233 @@
+"""Softmax attention: `attention`, `attention_weights`, `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard import backends
+from regard.backends import AttentionCall, Explanation, reference
+from regard.backends.call import sink_share
+from regard.backends.dropout import draw_seed
+from regard.biases import Bias, as_bias
+from regard.masks import Mask, as_mask, split_packing
+from regard.masks.checks import describe
+
+__all__ = ["attention", "attention_weights", "explain"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    q_start: int | Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Softmax attention, ``softmax(softcap(scale * Q K^T) + bias, over allowed keys) V``.
+
+    ``S = softcap * tanh(scale * Q K^T / softcap) + bias``, then the mask, then a softmax over the keys (with ``exp(sink_h)``
+    added to the denominator), then dropout, then V. Sums are kept in float32, or float64 for float64 inputs.
+
+    Args:
+        q, k, v: ``(B, Hq, Tq, Dk)``, ``(B, Hkv, Tk, Dk)``, ``(B, Hkv, Tk, Dv)``, one floating dtype, any strides. Query head h
+            reads key head ``h // (Hq // Hkv)``; heads are never copied.
+        mask: a `regard.masks` object, or a bool tensor ``(Tq, Tk)`` or one that broadcasts to ``(B, Hq, Tq, Tk)``; True = may attend.
+        bias: a `regard.biases` object, or a float tensor of such a shape; -inf masks.
+        scale: factor on ``Q K^T``; ``Dk ** -0.5`` by default.
+        softcap: bound on the scores, > 0; None or inf for none.
+        sink: a logit per query head ``(Hq,)`` that takes its share of the softmax and gives nothing.
+        dropout_p: the share of weights dropped, in [0, 1]; 0 draws no random number.
+        q_start: the key slot at which query 0 stands, an int or ``(B,)``; ``Tk - Tq`` by default: the queries are the last slots.
+        return_lse: also return the log-sum-exp of the scores over the allowed keys (the sink excluded), differentiable.
+        backend: a backend by name instead of the first that can.
+
+    Returns:
+        ``(B, Hq, Tq, Dv)`` in q's dtype; with `return_lse`, also ``(B, Hq, Tq)`` in nats, in the compute dtype, -inf where no key is
+        allowed. A row that may attend to nothing is exactly 0 with zero gradients. Keys that no query of their batch row may read
+        may hold anything.
+
+    Raises:
+        ValueError, TypeError: an argument of the wrong shape, type or range; the text names it.
+        BackendUnsupported: `backend` (or `use_backend`) names one that cannot run the call.
+
+    Cost: 2 B Hq Tq Tk (Dk + Dv) FLOPs less what the mask's empty blocks save; O(Tq + Tk) memory beside the inputs on every backend
+    but `reference`.
+
+    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
+
+    >>> import torch, regard
+    >>> from regard.masks import Causal
+    >>> q, k, v = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.randn(1, 2, 16, 32)
+    >>> regard.attention(q, k, v, mask=Causal()).shape
+    torch.Size([1, 8, 16, 32])
+    """
+    call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
+    with torch.autocast(call.q.device.type, enabled=False):
+        out, lse = _finish(call, *backends.run(call, backend))
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    q_start: int | Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention` and its weights: ``(out, weights, lse)``; for looking, so `out` is what `attention` gives.
+
+    Weights are ``(B, Hq, Tq, Tk)`` in the compute dtype, before dropout and without the sink's column (with a sink, rows sum to
+    less than 1), differentiable, with O(Tq Tk) memory. Arguments and errors as `attention` (`return_lse` changes nothing here).
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 1, 3, 4)
+    >>> _, weights, _ = regard.attention_weights(q, q, q)
+    >>> torch.allclose(weights.sum(-1), torch.ones(1, 1, 3))
+    True
+    """
+    call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
+    with torch.autocast(call.q.device.type, enabled=False):
+        out, _ = _finish(call, *backends.run(call, backend))
+        weights, lse = reference.weights(call)
+    return out, weights, lse
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    q_start: int | Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Which backend would run this call of `attention`, and why the others would not; nothing is computed.
+
+    Arguments as `attention`. Tensors may be on the meta device.
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 2, 64, 8)
+    >>> regard.explain(q, q, q, softcap=30.0).chosen
+    'chunked'
+    """
+    call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
+    return backends.explain_call(call, backend)
+
+
+def _finish(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    if call.sink is not None:
+        out = out * sink_share(lse, call.sink).unsqueeze(-1)
+    return out.to(call.q.dtype), lse
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sink: Any, dropout_p: Any, q_start: Any, lse: bool
+) -> AttentionCall:
+    """The checked record of a call."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
+    if torch.is_autocast_enabled(q.device.type):
+        low = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(low) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (q, k, v))
+    if not (q.dtype == k.dtype == v.dtype):
+        raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.is_floating_point():
+        raise TypeError(f"q, k, v: expected a floating dtype, got {q.dtype}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}")
+    batch, q_heads, q_len, width = q.shape
+    kv_heads, k_len = k.shape[1], k.shape[2]
+    if k.shape[0] != batch or k.shape[3] != width:
+        raise ValueError(f"k: expected ({batch}, Hkv, Tk, {width}) to go with q {tuple(q.shape)}, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected {tuple(k.shape[:3])} before the value size, as k has, got {tuple(v.shape)}")
+    if not kv_heads or q_heads % kv_heads:
+        raise ValueError(f"k: the number of query heads must be a multiple of the key heads, got Hq={q_heads}, Hkv={kv_heads}")
+    mask, bias = as_mask(mask), as_bias(bias)
+    packing = split_packing(mask) if mask is not None else None
+    if packing is not None and q_start is not None:
+        raise ValueError("q_start: packed lengths place the queries themselves; leave q_start=None with Segments.from_lengths")
+    for part in (mask, bias):
+        if part is not None:
+            part.check(batch, q_heads, q_len, k_len)
+    return AttentionCall(
+        q, k, v, mask, bias, _scale(scale, width), _softcap(softcap), _sink(sink, q_heads), p := _probability(dropout_p),
+        _start(q_start, batch, k_len - q_len), packing, lse, draw_seed(q.device) if p > 0 else None,
+    )  # fmt: skip
+
+
+def _scale(scale: Any, width: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(width) if width else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a number or None, got {describe(scale)}")
+    return float(scale)
+
+
+def _softcap(softcap: Any) -> float | None:
+    if softcap is None or softcap == math.inf:
+        return None
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: expected a number or None, got {describe(softcap)}")
+    if not softcap > 0:
+        raise ValueError(f"softcap: expected a number > 0 (None or inf for none), got {softcap}")
+    return float(softcap)
+
+
+def _sink(sink: Any, heads: int) -> Tensor | None:
+    if sink is None:
+        return None
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise TypeError(f"sink: expected a float tensor ({heads},), got {describe(sink)}")
+    if sink.shape != (heads,):
+        raise ValueError(f"sink: expected one logit per query head, ({heads},), got shape {tuple(sink.shape)}")
+    return sink
+
+
+def _probability(p: Any) -> float:
+    if isinstance(p, bool) or not isinstance(p, (int, float)):
+        raise TypeError(f"dropout_p: expected a number in [0, 1], got {describe(p)}")
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout_p: expected a number in [0, 1], got {p}")
+    return float(p)
+
+
+def _start(q_start: Any, batch: int, default: int) -> int | Tensor:
+    if q_start is None:
+        return default
+    if isinstance(q_start, Tensor):
+        if q_start.is_floating_point() or q_start.dtype == torch.bool or q_start.shape not in ((), (batch,), (1,)):
+            raise ValueError(f"q_start: expected an int or an integer tensor ({batch},), got {describe(q_start)}")
+        return q_start.expand(batch) if q_start.ndim else q_start.reshape(1).expand(batch)
+    if isinstance(q_start, bool) or not isinstance(q_start, (int, torch.SymInt)):
+        raise TypeError(f"q_start: expected an int or an integer tensor ({batch},), got {describe(q_start)}")
+    return q_start

@@ -1,0 +1,145 @@
+"""Where the queries and keys of one call stand: the coordinates that masks and biases read.
+
+A call has ``Tq`` query rows and ``Tk`` key columns. Row ``r`` stands at slot ``i = q_start + r`` and column ``c`` at slot
+``j = c`` (``q_start`` defaults to ``Tk - Tq``: the queries are the last slots). In a packed call (`Packing`) ``i`` and ``j``
+are counted inside each segment instead. A `Site` is one tile of pairs as index tensors; a `Span` is the same tile as integer
+ranges, which is all that a block layout needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["Frame", "Packing", "Site", "Span", "can_read"]
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether looking at the values of `tensor` is allowed here: eager mode, on the CPU, outside function transforms."""
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    return tensor.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tile of (query, key) pairs as integer tensors that broadcast against ``(B, H, rows, columns)``."""
+
+    b: Tensor
+    h: Tensor
+    i: Tensor  # the query's slot
+    j: Tensor  # the key's slot
+    row: Tensor  # the query's row in the call
+    col: Tensor  # the key's column in the call
+    origin: tuple[int, int] = (0, 0)  # the tile's first row and column
+
+    def moved(self, by: int) -> Site:
+        """The same pairs in a frame whose slots and columns start `by` earlier."""
+        origin = (self.origin[0], self.origin[1] + by)
+        return Site(self.b, self.h, self.i + by, self.j + by, self.row, self.col + by, origin)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A tile as inclusive integer ranges: slots ``i_low..i_high`` by ``j_low..j_high``, and the rows and columns it covers."""
+
+    i_low: int
+    i_high: int
+    j_low: int
+    j_high: int
+    rows: tuple[int, int]
+    cols: tuple[int, int]
+    ragged: bool = False  # the slots differ between batch rows, so the ranges are only an outer bound
+
+    @property
+    def distance(self) -> tuple[int, int]:
+        """The smallest and largest ``i - j`` in the tile."""
+        return self.i_low - self.j_high, self.i_high - self.j_low
+
+    def moved(self, by: int) -> Span:
+        """The same tile in a frame whose slots and columns start `by` earlier."""
+        low, high = self.cols
+        return Span(
+            self.i_low + by, self.i_high + by, self.j_low + by, self.j_high + by, self.rows, (low + by, high + by), self.ragged
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Sequences laid end to end in one row: query and key lengths of each; empty ones are allowed on either side."""
+
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    q_local: tuple[int, ...] = field(init=False, repr=False)
+    k_local: tuple[int, ...] = field(init=False, repr=False)
+    q_ids: tuple[int, ...] = field(init=False, repr=False)
+    k_ids: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.q_lengths, self.k_lengths, strict=True))
+        flat = itertools.chain.from_iterable
+        # bottom-right inside each segment: its queries are the last of its slots
+        object.__setattr__(self, "q_local", tuple(flat(range(k - q, k) for q, k in pairs)))
+        object.__setattr__(self, "k_local", tuple(flat(range(k) for _, k in pairs)))
+        object.__setattr__(self, "q_ids", tuple(flat([n] * q for n, (q, _) in enumerate(pairs))))
+        object.__setattr__(self, "k_ids", tuple(flat([n] * k for n, (_, k) in enumerate(pairs))))
+
+
+class Frame:
+    """The coordinates of one call, handed out tile by tile.
+
+    `q_start` is an int or an integer tensor ``(B,)``; `packing` replaces it for packed rows.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        q_len: int,
+        k_len: int,
+        q_start: int | Tensor,
+        packing: Packing | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.batch, self.heads, self.q_len, self.k_len = batch, heads, q_len, k_len
+        self.q_start, self.packing, self.device = q_start, packing, device
+        self._start_range: tuple[int, int] | None = None
+        if not isinstance(q_start, Tensor):
+            self._start_range = (q_start, q_start)
+        elif q_start.numel() and can_read(q_start):
+            self._start_range = (int(q_start.min()), int(q_start.max()))
+
+    def site(self, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> Site:
+        """The index tensors of rows ``rows[0]:rows[1]`` by columns ``cols[0]:cols[1]`` (all of them by default)."""
+        r0, r1 = rows if rows is not None else (0, self.q_len)
+        c0, c1 = cols if cols is not None else (0, self.k_len)
+        row = torch.arange(r0, r1, device=self.device).view(1, 1, -1, 1)
+        col = torch.arange(c0, c1, device=self.device).view(1, 1, 1, -1)
+        i: Tensor
+        if self.packing is not None:
+            i = self._local(self.packing.q_local, r0, r1).view(1, 1, -1, 1)
+            j = self._local(self.packing.k_local, c0, c1).view(1, 1, 1, -1)
+        else:
+            start = self.q_start
+            i = row + (start.to(row.device).view(-1, 1, 1, 1) if isinstance(start, Tensor) else start)
+            j = col
+        b = torch.arange(self.batch, device=self.device).view(-1, 1, 1, 1)
+        h = torch.arange(self.heads, device=self.device).view(1, -1, 1, 1)
+        return Site(b, h, i, j, row, col, (r0, c0))
+
+    def span(self, rows: tuple[int, int], cols: tuple[int, int]) -> Span | None:
+        """The integer ranges of the same tile, or None where they cannot be known without reading traced values."""
+        if self.packing is not None:
+            i, j = self.packing.q_local[slice(*rows)], self.packing.k_local[slice(*cols)]
+            return Span(min(i), max(i), min(j), max(j), rows, cols, ragged=True)
+        if self._start_range is None:
+            return None
+        low, high = self._start_range
+        return Span(low + rows[0], high + rows[1] - 1, cols[0], cols[1] - 1, rows, cols, ragged=low != high)
+
+    def _local(self, values: Sequence[int], low: int, high: int) -> Tensor:
+        return torch.tensor(values[low:high], dtype=torch.long, device=self.device)

@@ -1,0 +1,156 @@
+"""torch's scaled_dot_product_attention and MultiheadAttention, and plain formulas of softmax attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard
+from golden_adapters.case import Case, Paths, Peer
+from regard.masks import Causal, Mask, as_mask
+
+
+def paths(case: Case) -> Paths | None:
+    if case.has("input.query", "weight.out_proj.weight"):
+        return {"function": lambda peer, wanted: multi_head(case, peer, wanted)}
+    if case.has("input.q", "input.k", "input.v"):
+        return {"function": lambda peer, wanted: single_call(case, peer, wanted)}
+    return None
+
+
+def both(first: Mask | None, second: Mask | None) -> Mask | None:
+    return second if first is None else first if second is None else first & second
+
+
+def split_mask(mask: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+    """(bool mask, bias) from an argument that may be either."""
+    if mask is None or mask.dtype == torch.bool:
+        return as_mask(mask), None
+    return None, mask
+
+
+# ---- functions of q, k, v --------------------------------------------------------------------------------------------
+
+
+def single_call(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+    config = case.config
+    known = {"is_causal", "scale", "enable_gqa", "dropout_p", "softcap", "sink", "causal", "window"}
+    case.refuse_unless(set(config) <= known, f"options {sorted(set(config) - known)}")
+    case.refuse_unless(not config.get("dropout_p"), "dropout")
+    case.refuse_unless(config.get("window") is None, "window")
+    q, k, v = (peer[f"input.{name}"] for name in "qkv")
+    headless = q.ndim == 3
+    if headless:
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+    mask, bias = None, None
+    for name in ("attn_mask", "mask", "bias"):
+        given = peer.get(f"input.{name}")
+        if given is None:
+            continue
+        if given.ndim == 3:  # torch broadcasts from the right: one per head, or per row of a call without heads
+            given = given[:, None] if headless else given[None]
+        one_mask, one_bias = split_mask(given)
+        mask, bias = both(mask, one_mask), one_bias if bias is None else bias if one_bias is None else bias + one_bias
+    q_start = None
+    if config.get("is_causal"):
+        mask, q_start = both(mask, Causal()), 0  # torch's is_causal is aligned top-left: query 0 stands at key 0
+    causal = config.get("causal")
+    case.refuse_unless(causal in (None, False, True, "bottom-right aligned", "top-left aligned"), f"causal: {causal!r}")
+    if causal:
+        mask, q_start = both(mask, Causal()), 0 if causal == "top-left aligned" else None
+    case.refuse_unless(bool(config.get("sink")) == ("input.sink" in peer), "sink without its tensor")
+    options = {"softcap": config.get("softcap"), "sink": peer.get("input.sink"), "scale": config.get("scale")}
+    options |= {"mask": mask, "bias": bias, "q_start": q_start}
+    found: dict[str, Tensor] = {}
+    if "lse" in wanted:
+        found["out"], found["lse"] = regard.attention(q, k, v, return_lse=True, **options)
+    else:
+        found["out"] = regard.attention(q, k, v, **options)
+    for name in wanted & {"weights", "attn_weights"}:
+        found[name] = regard.attention_weights(q, k, v, **options)[1]
+    return {name: x.squeeze(1) for name, x in found.items()} if headless else found
+
+
+# ---- torch.nn.MultiheadAttention -------------------------------------------------------------------------------------
+
+
+def multi_head(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+    config = case.config
+    call = dict(config.get("call") or {})
+    average = bool(call.pop("average_attn_weights", True))
+    call.pop("need_weights", None)
+    causal_hint = bool(call.pop("is_causal", False))  # only a hint: torch demands the mask beside it
+    case.refuse_unless(not call and not (causal_hint and "input.attn_mask" not in peer), f"call options {call}")
+    width, heads = int(config["embed_dim"]), int(config["num_heads"])
+    query = peer["input.query"]
+    key = peer.get("input.key", query)
+    value = peer.get("input.value", key)
+    batched, batch_first = query.ndim == 3, bool(config.get("batch_first"))
+    if not batched:
+        query, key, value = (x[None] for x in (query, key, value))
+    elif not batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    batch = query.shape[0]
+    q, k, v = (
+        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for x, (weight, bias) in zip((query, key, value), projections(peer, width), strict=True)
+    )
+    mask, bias = mha_masks(peer, batch, heads)
+    for extra in extra_columns(config, peer, k, v, heads):
+        k, v = (torch.cat((x, one), 2) for x, one in zip((k, v), extra, strict=True))
+    more = k.shape[2] - key.shape[1]
+    if more:  # torch widens both masks so that the appended columns are always read
+        mask = None if mask is None else F.pad(mask, (0, more), value=True)
+        bias = None if bias is None else F.pad(bias, (0, more))
+    options = {"mask": mask, "bias": bias}
+    out = regard.attention(q, k, v, **options)
+    out = F.linear(out.transpose(1, 2).flatten(2), peer["weight.out_proj.weight"], peer.get("weight.out_proj.bias"))
+    out = out[0] if not batched else out if batch_first else out.transpose(0, 1)
+    found = {"out": out}
+    for name in wanted & {"weights", "attn_weights"}:
+        weights = regard.attention_weights(q, k, v, **options)[1]
+        weights = weights.mean(1) if average else weights
+        found[name] = weights if batched else weights[0]
+    return found
+
+
+def projections(peer: Peer, width: int) -> list[tuple[Tensor, Tensor | None]]:
+    """(weight, bias) of q, k, v: three blocks of rows of one tensor, or three tensors where the widths differ."""
+    if "weight.in_proj_weight" in peer:
+        weights = list(peer["weight.in_proj_weight"].split(width))
+    else:
+        weights = [peer[f"weight.{name}_proj_weight"] for name in "qkv"]
+    bias = peer.get("weight.in_proj_bias")
+    return list(zip(weights, (None, None, None) if bias is None else bias.split(width), strict=True))
+
+
+def mha_masks(peer: Peer, batch: int, heads: int) -> tuple[Tensor | None, Tensor | None]:
+    """(bool mask, True = may attend; bias) from torch's two arguments, where True = may not, and floats are added."""
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    for name in ("attn_mask", "key_padding_mask"):
+        given = peer.get(f"input.{name}")
+        if given is None:
+            continue
+        if name == "key_padding_mask":
+            given = given.reshape(-1, 1, 1, given.shape[-1])
+        elif given.ndim == 3:
+            given = given.unflatten(0, (batch, heads))
+        if given.dtype == torch.bool:
+            mask = ~given if mask is None else mask & ~given
+        else:
+            bias = given if bias is None else bias + given
+    return mask, bias
+
+
+def extra_columns(config: dict, peer: Peer, k: Tensor, v: Tensor, heads: int) -> list[tuple[Tensor, Tensor]]:
+    """The keys and values that torch appends after projection: the learned pair, then zeros."""
+    shape = (k.shape[0], heads, 1)
+    found = []
+    if config.get("add_bias_kv"):
+        pair = [peer[f"weight.bias_{name}"].view(1, 1, heads, -1).transpose(1, 2) for name in "kv"]
+        found.append(tuple(x.expand(*shape, x.shape[-1]) for x in pair))
+    if config.get("add_zero_attn"):
+        found.append((k.new_zeros(*shape, k.shape[-1]), v.new_zeros(*shape, v.shape[-1])))
+    return found

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -37,12 +37,17 @@ _OTHER = ("sdpa", "chunked", "flex", "reference")
 
 _log = logging.getLogger("regard")
 _said: set[tuple[str, str]] = set()
-_named: ContextVar[str | None] = ContextVar("regard_backend", default=None)
+_local = threading.local()  # not a ContextVar: torch.compile cannot read those in a full graph
 
 
 def names() -> tuple[str, ...]:
     """The names of all backends."""
     return tuple(_BACKENDS)
+
+
+def _current() -> str | None:
+    name: str | None = getattr(_local, "name", None)
+    return name
 
 
 def _known(name: str) -> str:
@@ -60,11 +65,12 @@ def use_backend(name: str | None) -> Iterator[None]:
     >>> with regard.use_backend("reference"):
     ...     out = regard.attention(q, q, q)
     """
-    token = _named.set(None if name is None else _known(name))
+    outer = _current()
+    _local.name = None if name is None else _known(name)
     try:
         yield
     finally:
-        _named.reset(token)
+        _local.name = outer
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def _order(call: AttentionCall) -> tuple[str, ...]:
 
 def explain_call(call: AttentionCall, name: str | None = None) -> Explanation:
     """Every backend's answer, in the order in which they are asked."""
-    name = _named.get() if name is None else _known(name)
+    name = _current() if name is None else _known(name)
     rows: list[Verdict] = []
     taken = False
     for one in _order(call):
@@ -117,7 +123,7 @@ def explain_call(call: AttentionCall, name: str | None = None) -> Explanation:
 
 def select(call: AttentionCall, name: str | None = None) -> str:
     """The first backend that runs the call, or the one named; raises `BackendUnsupported` when that one cannot."""
-    name = _named.get() if name is None else _known(name)
+    name = _current() if name is None else _known(name)
     order = _order(call)
     if name is not None:
         reason = _BACKENDS[name].reject(call)

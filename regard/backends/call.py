@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ class AttentionCall:
     softcap: float | None
     sink: Tensor | None
     dropout_p: float
-    q_start: int | Tensor
-    packing: Packing | None
+    frame: Frame  # where the queries and keys stand
     return_lse: bool
     seed: Tensor | None = None  # int64 (), drawn when dropout_p > 0 and the call runs
 
@@ -68,11 +66,15 @@ class AttentionCall:
         bias = self.bias.with_tensors(rest) if self.bias is not None else None
         return dataclasses.replace(self, q=q, k=k, v=v, sink=sink, bias=bias)
 
-    @cached_property
-    def frame(self) -> Frame:
-        """Where the queries and keys stand."""
-        batch, q_heads, _, q_len, k_len, _ = self.sizes
-        return Frame(batch, q_heads, q_len, k_len, self.q_start, self.packing, self.q.device)
+    @property
+    def q_start(self) -> int | Tensor:
+        """The key slot at which query 0 stands."""
+        return self.frame.q_start
+
+    @property
+    def packing(self) -> Packing | None:
+        """The packed lengths, when the slots are counted inside segments."""
+        return self.frame.packing
 
     @property
     def effective_mask(self) -> Mask:
@@ -83,7 +85,7 @@ class AttentionCall:
     def squarely_causal(self) -> bool:
         """Whether the mask is exactly ``Causal`` with query r at key r, which torch's kernels call is_causal."""
         offsets = self.effective_mask.offsets()
-        square = self.q.shape[2] == self.k.shape[2] and isinstance(self.q_start, int) and self.q_start == 0
+        square = self.q.shape[2] == self.k.shape[2] and not isinstance(self.q_start, Tensor) and self.q_start == 0
         return square and self.packing is None and offsets is not None and offsets.ranges == ((0, float("inf")),)
 
     @property
@@ -92,7 +94,7 @@ class AttentionCall:
         if self.mask is None:
             return True
         offsets = self.mask.offsets()
-        if offsets is None or self.packing is not None or not isinstance(self.q_start, int):
+        if offsets is None or self.packing is not None or isinstance(self.q_start, Tensor):
             return False
         return offsets.meet(self.q_start - self.k.shape[2] + 1, self.q_start + self.q.shape[2] - 1)[1]
 

@@ -33,6 +33,10 @@ FEW = 65536  # with few rows, columns are widened to about this many scores
 
 def reject(call: AttentionCall) -> str | None:
     """Its loop needs sizes that are numbers, and its backward pass is its own."""
+    if isinstance(call.q.shape[2], torch.SymInt) or isinstance(call.k.shape[2], torch.SymInt):
+        return "its loop over tiles needs sizes that are numbers, and these are symbols"
+    if torch.compiler.is_compiling():
+        return None
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in call.tensors):
         return "its own backward pass takes no function transforms (vmap, jvp, jacrev)"
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):
@@ -57,6 +61,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        call = dataclasses.replace(call, sink=None).with_tensors(tensors)
         out, lse = _forward(call)
         ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
@@ -65,7 +70,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        call = dataclasses.replace(ctx.call, sink=None).with_tensors(tuple(tensors))
+        call = ctx.call.with_tensors(tuple(tensors))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return None, *_recorded_backward(call, tensors, grads, ctx.needs_input_grad[1:])
         found = _backward(call, out, lse, *grads)

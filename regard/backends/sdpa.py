@@ -39,7 +39,7 @@ def defer(call: AttentionCall) -> str | None:
         return "it would hold the mask or bias densely (it does when asked for by name)"
     if call.wants_grad:
         return "its backward pass cannot be differentiated again (it runs when asked for by name)"
-    if call.q.device.type == "cpu" and call.q.shape[2] < 8 * call.group:
+    if call.q.device.type == "cpu" and not torch.compiler.is_compiling() and call.q.shape[2] < 8 * call.group:
         return "with few queries it reads grouped keys slowly (it runs when asked for by name)"
     return None
 

@@ -246,7 +246,7 @@ def as_mask(mask: Any) -> Mask | None:
 def split_packing(mask: Mask | None) -> Packing | None:
     """The packing of a `Segments.from_lengths` term, which may only stand in the outermost ``&``."""
     terms = _and_terms(mask) if mask is not None else []
-    found = [packing for term in terms if (packing := getattr(term, "packing", None)) is not None]
+    found = [term.packing for term in terms if getattr(term, "packing", None) is not None]
     if len(found) > 1:
         raise ValueError(f"mask: Segments.from_lengths may stand once in a mask, got it {len(found)} times")
     if any(_holds_packing(child) for term in terms for child in term.children()):

@@ -16,6 +16,7 @@ from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
 from regard.masks import Mask, as_mask, split_packing
 from regard.masks.checks import describe
+from regard.sites import Frame
 
 __all__ = ["attention", "attention_weights", "explain"]
 
@@ -179,9 +180,11 @@ def _call(
     for part in (mask, bias):
         if part is not None:
             part.check(batch, q_heads, q_len, k_len)
+    p = _probability(dropout_p)
+    frame = Frame(batch, q_heads, q_len, k_len, _start(q_start, batch, k_len - q_len), packing, q.device)
     return AttentionCall(
-        q, k, v, mask, bias, _scale(scale, width), _softcap(softcap), _sink(sink, q_heads), p := _probability(dropout_p),
-        _start(q_start, batch, k_len - q_len), packing, lse, draw_seed(q.device) if p > 0 else None,
+        q, k, v, mask, bias, _scale(scale, width), _softcap(softcap), _sink(sink, q_heads), p, frame, lse,
+        draw_seed(q.device) if p > 0 else None,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .position_scaling import (
+from regard.position_scaling import (
     LinearScaling,
     Llama3Scaling,
     NTKScaling,

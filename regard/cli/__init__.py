@@ -15,7 +15,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on these arguments (those of the process by default) and return its exit code."""
     try:
-        from .commands import command
+        from regard.cli.commands import command
     except ModuleNotFoundError as missing:
         if missing.name not in {"typer", "rich"}:
             raise

@@ -84,7 +84,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say which backend runs a call of `regard.attention`, and why the others do not."""
-    from .explaining import Description, explanation
+    from regard.cli.explaining import Description, explanation
 
     answer = explanation(
         Description(

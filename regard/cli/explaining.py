@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .expressions import Shape, read_bias, read_mask
+from regard.cli.expressions import Shape, read_bias, read_mask
 
 __all__ = ["Description", "explanation"]
 

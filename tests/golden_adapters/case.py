@@ -16,7 +16,15 @@ from torch import Tensor
 
 # For a case that states no tolerance: where all its tensors are float64, and where they are not.
 EXACT, ROUNDED = 1e-12, 1e-5
-AXIS_OF_ROWS = {"out": 1, "out_by_cache_steps": 1, "out_by_steps": 1, "attn_weights": -2, "weights": -2, "lse": -1}
+AXIS_OF_ROWS = {
+    "out": 1,
+    "attn_out": 1,
+    "out_by_cache_steps": 1,
+    "out_by_steps": 1,
+    "attn_weights": -2,
+    "weights": -2,
+    "lse": -1,
+}
 
 
 class Refused(AssertionError):
@@ -24,11 +32,12 @@ class Refused(AssertionError):
 
 
 class Peer(dict[str, Tensor]):
-    """The peer's tensors as `input.<name>` and `weight.<name>`; remembers which were read."""
+    """The peer's tensors as `input.<name>` and `weight.<name>`; remembers which were read, and what is not compared."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
         self.read: set[str] = set()
+        self.given: set[str] = set()
 
     def __getitem__(self, name: str) -> Tensor:
         self.read.add(name)
@@ -40,6 +49,10 @@ class Peer(dict[str, Tensor]):
     def without_effect(self, *names: str) -> None:
         """Say that these tensors, if present, do not change the result."""
         self.read.update(names)
+
+    def outside(self, *names: str) -> None:
+        """Say that these outputs are of other parts than attention, or only repeat what goes in."""
+        self.given.update(names)
 
 
 Way = Callable[[Peer, frozenset[str]], dict[str, Tensor]]  # (tensors, names of the wanted outputs) -> outputs
@@ -134,9 +147,8 @@ class Run:
 
     def compare(self, found: dict[str, Tensor], wanted: frozenset[str]) -> None:
         """Every output that the case stores."""
-        missing = wanted - set(found)
-        if missing:
-            raise Refused(f"{self.case.id}: the adapter gives no output {sorted(missing)}")
+        missing = sorted(wanted - set(found))
+        self.case.refuse_unless(not missing, f"the outputs {missing}")
         for name in sorted(wanted):
             self.compare_one(f"{self.outputs}.{name}", found[name].detach(), AXIS_OF_ROWS.get(name))
 

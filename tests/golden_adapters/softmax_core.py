@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import regard
 from golden_adapters.case import Case, Paths, Peer
+from golden_adapters.layers import build, linears, run
+from regard.biases import Dense
 from regard.masks import Causal, Mask, as_mask
 
 
 def paths(case: Case) -> Paths | None:
     if case.has("input.query", "weight.out_proj.weight"):
-        return {"function": lambda peer, wanted: multi_head(case, peer, wanted)}
+        found: Paths = {"function": partial(multi_head, case)}
+        if "value" not in case.names("input") and not (
+            case.config.get("add_bias_kv") or case.config.get("add_zero_attn")
+        ):
+            found["layer"] = partial(layer, case)
+        return found
     if case.has("input.q", "input.k", "input.v"):
-        return {"function": lambda peer, wanted: single_call(case, peer, wanted)}
+        return {"function": partial(single_call, case)}
     return None
 
 
@@ -75,14 +86,36 @@ def single_call(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Ten
 # ---- torch.nn.MultiheadAttention -------------------------------------------------------------------------------------
 
 
-def multi_head(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class MultiHead:
+    """What a case asks of torch's module, batch first."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: int
+    mask: Tensor | None
+    bias: Tensor | None
+    batched: bool
+    batch_first: bool
+    average: bool
+
+    def outputs(self, out: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
+        """In the layout of the case."""
+        found = {"out": out[0] if not self.batched else out if self.batch_first else out.transpose(0, 1)}
+        if weights is not None:
+            weights = weights.mean(1) if self.average else weights
+            found["attn_weights"] = weights if self.batched else weights[0]
+        return found
+
+
+def read(case: Case, peer: Peer) -> MultiHead:
     config = case.config
     call = dict(config.get("call") or {})
     average = bool(call.pop("average_attn_weights", True))
     call.pop("need_weights", None)
-    causal_hint = bool(call.pop("is_causal", False))  # only a hint: torch demands the mask beside it
-    case.refuse_unless(not call and not (causal_hint and "input.attn_mask" not in peer), f"call options {call}")
-    width, heads = int(config["embed_dim"]), int(config["num_heads"])
+    hint = bool(call.pop("is_causal", False))  # only a hint: torch demands the mask beside it
+    case.refuse_unless(not call and not (hint and "input.attn_mask" not in peer), f"call options {call}")
     query = peer["input.query"]
     key = peer.get("input.key", query)
     value = peer.get("input.value", key)
@@ -91,28 +124,40 @@ def multi_head(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tens
         query, key, value = (x[None] for x in (query, key, value))
     elif not batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    batch = query.shape[0]
+    heads = int(config["num_heads"])
+    mask, bias = mha_masks(peer, query.shape[0], heads)
+    return MultiHead(query, key, value, heads, mask, bias, batched, batch_first, average)
+
+
+def multi_head(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+    asked = read(case, peer)
+    mask, bias = asked.mask, asked.bias
+    pairs = projections(peer, int(case.config["embed_dim"]))
     q, k, v = (
-        F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
-        for x, (weight, bias) in zip((query, key, value), projections(peer, width), strict=True)
+        F.linear(x, weight, row).unflatten(-1, (asked.heads, -1)).transpose(1, 2)
+        for x, (weight, row) in zip((asked.query, asked.key, asked.value), pairs, strict=True)
     )
-    mask, bias = mha_masks(peer, batch, heads)
-    for extra in extra_columns(config, peer, k, v, heads):
+    for extra in extra_columns(case.config, peer, k, v, asked.heads):
         k, v = (torch.cat((x, one), 2) for x, one in zip((k, v), extra, strict=True))
-    more = k.shape[2] - key.shape[1]
+    more = k.shape[2] - asked.key.shape[1]
     if more:  # torch widens both masks so that the appended columns are always read
         mask = None if mask is None else F.pad(mask, (0, more), value=True)
         bias = None if bias is None else F.pad(bias, (0, more))
-    options = {"mask": mask, "bias": bias}
-    out = regard.attention(q, k, v, **options)
-    out = F.linear(out.transpose(1, 2).flatten(2), peer["weight.out_proj.weight"], peer.get("weight.out_proj.bias"))
-    out = out[0] if not batched else out if batch_first else out.transpose(0, 1)
-    found = {"out": out}
-    for name in wanted & {"weights", "attn_weights"}:
-        weights = regard.attention_weights(q, k, v, **options)[1]
-        weights = weights.mean(1) if average else weights
-        found[name] = weights if batched else weights[0]
-    return found
+    out = regard.attention(q, k, v, mask=mask, bias=bias).transpose(1, 2).flatten(2)
+    out = F.linear(out, peer["weight.out_proj.weight"], peer.get("weight.out_proj.bias"))
+    return asked.outputs(out, regard.attention_weights(q, k, v, mask=mask, bias=bias)[1])
+
+
+def layer(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+    asked = read(case, peer)
+    width = int(case.config["embed_dim"])
+    state = linears(peer, {"o_proj": "out_proj"})
+    for name, (weight, bias) in zip("qkv", projections(peer, width), strict=True):
+        state |= {f"{name}_proj.weight": weight} | ({} if bias is None else {f"{name}_proj.bias": bias})
+    module, state = build(state, width, asked.heads, bias=None if asked.bias is None else Dense(asked.bias))
+    context = asked.key if "input.key" in peer else None
+    found = run(case, wanted, module, state, asked.query, context, mask=asked.mask)
+    return asked.outputs(found["out"], found.get("attn_weights"))
 
 
 def projections(peer: Peer, width: int) -> list[tuple[Tensor, Tensor | None]]:
@@ -144,7 +189,7 @@ def mha_masks(peer: Peer, batch: int, heads: int) -> tuple[Tensor | None, Tensor
     return mask, bias
 
 
-def extra_columns(config: dict, peer: Peer, k: Tensor, v: Tensor, heads: int) -> list[tuple[Tensor, Tensor]]:
+def extra_columns(config: dict[str, Any], peer: Peer, k: Tensor, v: Tensor, heads: int) -> list[tuple[Tensor, Tensor]]:
     """The keys and values that torch appends after projection: the learned pair, then zeros."""
     shape = (k.shape[0], heads, 1)
     found = []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
+import torch.nn.functional as F
 from torch import Tensor
 
 import regard
 from golden_adapters.case import Case, Paths, Peer
+from golden_adapters.layers import build, linears, run
 
 
 def paths(case: Case) -> Paths | None:
     if case.has("input.q", "input.k", "input.v"):
         return {"function": single_head}
     if case.has("input.x", "weight.q_linear.weight"):
-        return {"function": lambda peer, wanted: multi_head(case, peer)}
+        return {"function": partial(multi_head, case), "layer": partial(layer, case)}
     return None
 
 
@@ -32,10 +35,10 @@ def single_head(peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
 
 
 def linear(peer: Peer, name: str, x: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x, peer[f"weight.{name}.weight"], peer.get(f"weight.{name}.bias"))
+    return F.linear(x, peer[f"weight.{name}.weight"], peer.get(f"weight.{name}.bias"))
 
 
-def multi_head(case: Case, peer: Peer) -> dict[str, Tensor]:
+def multi_head(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
     x = peer["input.x"]
     context = peer.get("input.context", x)
     heads = int(case.config["heads"])
@@ -45,3 +48,11 @@ def multi_head(case: Case, peer: Peer) -> dict[str, Tensor]:
     )
     out, weights, _ = regard.attention_weights(q, k, v, mask=may_attend(peer.get("input.mask")))
     return {"out": linear(peer, "out_linear", out.transpose(1, 2).flatten(2)), "weights": weights}
+
+
+def layer(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+    x = peer["input.x"]
+    names = {f"{ours}_proj": f"{theirs}_linear" for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out"))}
+    module, state = build(linears(peer, names), x.shape[-1], int(case.config["heads"]))
+    mask = may_attend(peer.get("input.mask"))
+    return run(case, wanted, module, state, x, peer.get("input.context"), mask=mask)

@@ -70,8 +70,9 @@ def single_call(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Ten
     case.refuse_unless(causal in (None, False, True, "bottom-right aligned", "top-left aligned"), f"causal: {causal!r}")
     if causal:
         mask, q_start = both(mask, Causal()), 0 if causal == "top-left aligned" else None
-    case.refuse_unless(bool(config.get("sink")) == ("input.sink" in peer), "sink without its tensor")
-    options = {"softcap": config.get("softcap"), "sink": peer.get("input.sink"), "scale": config.get("scale")}
+    sink = peer.get("input.sink", peer.get("input.sinks"))
+    case.refuse_unless(bool(config.get("sink")) == (sink is not None), "sink without its tensor")
+    options = {"softcap": config.get("softcap"), "sink": sink, "scale": config.get("scale")}
     options |= {"mask": mask, "bias": bias, "q_start": q_start}
     found: dict[str, Tensor] = {}
     if "lse" in wanted:

@@ -154,13 +154,14 @@ class Edges(Mask):
             return torch.zeros_like(i, dtype=torch.bool)
         if "codes" not in self._memo:
             source, target = self.index.long()
-            width = int(self.index.max()) + 1
-            self._memo["codes"] = (width, (target * width + source).sort().values)
-        width: int = self._memo["codes"][0]
-        codes: Tensor = self._memo["codes"][1]
+            self._memo["width"] = int(self.index.max()) + 1
+            self._memo["codes"] = (target * self._memo["width"] + source).sort().values
+        width: int = self._memo["width"]
+        codes: Tensor = self._memo["codes"]
         wanted = i * width + j
         at = torch.searchsorted(codes, wanted.contiguous()).clamp(max=codes.numel() - 1)
-        return (codes[at] == wanted) & (i >= 0) & (j >= 0) & (i < width) & (j < width)
+        inside = (i >= 0) & (j >= 0) & (i < width) & (j < width)
+        return torch.eq(codes[at], wanted) & inside
 
 
 @dataclass(frozen=True, eq=False)

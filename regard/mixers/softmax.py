@@ -126,6 +126,11 @@ class MultiHeadAttention(nn.Module):
         read = (weights != 0).any(-2).any(1)[:, None, :, None]
         return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
 
+    @property
+    def context_dim(self) -> int:
+        """Width of the context that keys and values are made from."""
+        return self.k_proj.in_features
+
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> KVCache | WindowCache:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -84,11 +85,12 @@ def count_backends() -> Iterator[Counter[str]]:
     >>> dict(counts)
     {'chunked': 1}
     """
-    token = _counts.set(counts := Counter())
+    outer = getattr(_local, "counts", None)
+    _local.counts = counts = Counter[str]()
     try:
         yield counts
     finally:
-        _counts.reset(token)
+        _local.counts = outer
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _note_fallback(call: AttentionCall, taken: str) -> None:
 def run(call: AttentionCall, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Run the call on the selected backend: (out, lse) in the compute dtype, before a sink takes its share."""
     chosen = select(call, name)
-    if not torch.compiler.is_compiling() and (counts := _counts.get()) is not None:
+    if not torch.compiler.is_compiling() and (counts := getattr(_local, "counts", None)) is not None:
         counts[chosen] += 1
     result: tuple[Tensor, Tensor] = _BACKENDS[chosen].run(call)
     return result

@@ -85,8 +85,8 @@ def count_backends() -> Iterator[Counter[str]]:
     >>> dict(counts)
     {'chunked': 1}
     """
-    outer = getattr(_local, "counts", None)
-    _local.counts = counts = Counter[str]()
+    outer: Counter[str] | None = getattr(_local, "counts", None)
+    _local.counts = counts = Counter()
     try:
         yield counts
     finally:
@@ -172,7 +172,7 @@ def _note_fallback(call: AttentionCall, taken: str) -> None:
 def run(call: AttentionCall, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Run the call on the selected backend: (out, lse) in the compute dtype, before a sink takes its share."""
     chosen = select(call, name)
-    if not torch.compiler.is_compiling() and (counts := getattr(_local, "counts", None)) is not None:
-        counts[chosen] += 1
+    if not torch.compiler.is_compiling() and getattr(_local, "counts", None) is not None:
+        _local.counts[chosen] += 1
     result: tuple[Tensor, Tensor] = _BACKENDS[chosen].run(call)
     return result

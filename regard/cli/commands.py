@@ -82,7 +82,7 @@ def list_mechanisms(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List every mechanism of the catalogue."""
-    from regard.catalog import RECORDS
+    from regard.catalog import CATALOG
 
     rows = [
         {
@@ -92,7 +92,7 @@ def list_mechanisms(
             "causal": record.causal,
             "source": record.source,
         }
-        for record in RECORDS
+        for record in CATALOG
     ]
     if as_json:
         print(json.dumps(rows, indent=2))

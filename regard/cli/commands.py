@@ -1,0 +1,115 @@
+"""The commands and their options. What they do stands in generating.py and explaining.py."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["command"]
+
+app = typer.Typer(
+    name="regard",
+    help="Attention mechanisms behind one contract.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+)
+
+
+class Dtype(str, Enum):
+    """The floating dtypes."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def command() -> Any:
+    """The command line as one object with a `main`."""
+    return typer.main.get_command(app)
+
+
+@app.command("list")
+def list_mechanisms(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List every mechanism of the catalogue."""
+    from regard.catalog import RECORDS
+
+    rows = [
+        {
+            "name": record.name,
+            "summary": record.summary,
+            "kind": record.kind,
+            "causal": record.causal,
+            "source": record.source,
+        }
+        for record in RECORDS
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table("name", "in one line", "kind", "causal", "source", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(("yes" if cell else "no") if isinstance(cell, bool) else str(cell) for cell in row.values()))
+    Console().print(table)
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads [default: as many as --heads].")] = None,
+    queries: Annotated[int, typer.Option(help="Queries, Tq.")] = 1024,
+    keys: Annotated[int | None, typer.Option(help="Keys, Tk [default: as many as --queries].")] = None,
+    head_dim: Annotated[int, typer.Option(help="Channels of a query or key.")] = 64,
+    value_dim: Annotated[int | None, typer.Option(help="Channels of a value [default: --head-dim].")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = Dtype.float32,
+    mask: Annotated[str | None, typer.Option(help="Such as 'causal & window(256)'; & | ~ combine.")] = None,
+    bias: Annotated[str | None, typer.Option(help="alibi, t5, t5(32) or dense; + combines.")] = None,
+    softcap: Annotated[float | None, typer.Option(help="Bound on the scores.")] = None,
+    sink: Annotated[bool, typer.Option("--sink", help="With a sink logit per head.")] = False,
+    dropout: Annotated[float, typer.Option(help="Share of weights dropped.")] = 0.0,
+    q_start: Annotated[int | None, typer.Option(help="Key slot of query 0 [default: Tk - Tq].")] = None,
+    grad: Annotated[bool, typer.Option("--grad", help="Gradients are wanted.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")] = False,
+    device: Annotated[str, typer.Option(help="Where the tensors are.")] = "cpu",
+    backend: Annotated[str | None, typer.Option(help="A backend asked for by name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say which backend runs a call of `regard.attention`, and why the others do not."""
+    from regard.cli.explaining import Description, explanation
+
+    answer = explanation(
+        Description(
+            batch=batch,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            queries=queries,
+            keys=queries if keys is None else keys,
+            head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
+            dtype=dtype.value,
+            device=device,
+            mask=mask,
+            bias=bias,
+            softcap=softcap,
+            sink=sink,
+            dropout=dropout,
+            q_start=q_start,
+            grad=grad,
+            lse=lse,
+            backend=backend,
+        )
+    )
+    if as_json:
+        rows = [{"name": row.name, "chosen": row.chosen, "reason": row.reason} for row in answer.rows]
+        print(json.dumps({"chosen": answer.chosen, "backends": rows}, indent=2))
+        return
+    print(answer)

@@ -1,0 +1,291 @@
+"""Positions: rotary (half-split and interleaved, partial, with context extension), sinusoidal, learned.
+
+Rotary position embedding turns each pair of channels of a query or key by an angle that grows with its position, so
+that their product depends on the distance alone:
+
+    pair m of a token at position p:   (a, b) -> (a cos t - b sin t, b cos t + a sin t),   t = p * f_m,
+    f_m = base ** (-2 m / dim),   m = 0 .. dim/2 - 1
+
+Angles are formed in float64 and rounded once, to float32 or (for float64 inputs) not at all, whatever the dtype of the
+module or of the input: nothing here is a buffer, so nothing follows `.to(dtype)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from regard.position_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    Scaling,
+    YarnScaling,
+    plain_frequencies,
+    wide,
+)
+
+__all__ = [
+    "Rotary",
+    "LinearScaling",
+    "NTKScaling",
+    "Llama3Scaling",
+    "YarnScaling",
+    "interleaved_to_half",
+    "sinusoidal",
+    "LearnedPositions",
+]
+
+
+@dataclass(frozen=True)
+class _Angles:
+    """The last angles formed, and for which positions."""
+
+    positions: Tensor
+    version: int | None
+    values: Tensor | None
+    dtype: torch.dtype
+    cos: Tensor
+    sin: Tensor
+
+    def answer(self, positions: Tensor, dtype: torch.dtype) -> bool:
+        if dtype is not self.dtype:
+            return False
+        if positions is self.positions and self.version is not None and positions._version == self.version:
+            return True
+        # Changed in place, or an equal tensor: on a CPU comparing the values is cheaper than forming the angles.
+        values = self.values
+        if values is None or positions.device != values.device or positions.dtype != values.dtype:
+            return False
+        return torch.equal(positions, values)
+
+
+class _Memo:
+    """One place for the last angles, shared by the thirty layers that hold the same Rotary; never copied or saved."""
+
+    def __init__(self) -> None:
+        self.last: _Angles | None = None
+
+    def __deepcopy__(self, memo: object) -> _Memo:
+        return _Memo()
+
+    def __reduce__(self) -> tuple[type[_Memo], tuple[()]]:
+        return _Memo, ()
+
+
+def _plain_eager(positions: Tensor) -> bool:
+    """Whether a tensor holds plain values now: not traced, not batched by vmap, not wrapped, not differentiated."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(positions) is Tensor
+        and not positions.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of the first `dim` channels of queries and keys.
+
+        style "half":         pair m is channels (m, m + dim/2)       Llama, Mistral, NeoX, Falcon, Qwen, gpt-oss
+        style "interleaved":  pair m is channels (2m, 2m + 1)         GPT-J, Cohere, DeepSeek-V2
+
+    x (B, H, T, D), D >= dim; positions (T,), (1, T) or (B, T), integers or float32/float64 numbers, may be negative.
+    The result has x's shape and dtype; channels from `dim` on pass through; the turn is computed in at least float32.
+    Frequencies are in radians per position. A partial rotary (D > dim) derives them from `dim`, not from D.
+    For weights made for interleaved pairs, and results laid out half-split, compose with `interleaved_to_half`.
+
+    Raises `ValueError` for an odd or non-positive `dim`, an unknown style or wrong shapes, `TypeError` for dtypes.
+    Cost: 6 operations a rotated pair and token; cos and sin are formed once for equal positions in a row of calls, so
+    layers that share one Rotary share them. Source: Su et al. 2021, arXiv:2104.09864.
+
+    >>> import torch
+    >>> rotary = Rotary(4)
+    >>> q = torch.tensor([1.0, 2.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    >>> rotary(q, torch.tensor([0])).flatten()
+    tensor([1., 2., 0., 0.])
+    >>> rotary(q, torch.tensor([1])).flatten()
+    tensor([0.5403, 1.9999, 0.8415, 0.0200])
+    """
+
+    dim: int
+    base: float = 10000.0
+    style: Literal["half", "interleaved"] = "half"
+    scaling: Scaling | None = None
+    _memo: _Memo = field(default_factory=_Memo, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.dim <= 0 or self.dim % 2:
+            raise ValueError(f"Rotary: dim must be an even number above 0, got {self.dim}")
+        if self.style not in ("half", "interleaved"):
+            raise ValueError(f"Rotary: style must be 'half' or 'interleaved', got {self.style!r}")
+        if not (math.isfinite(self.base) and self.base > 1):
+            raise ValueError(f"Rotary: base must be a finite number above 1, got {self.base!r}")
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by (1 but for YaRN); queries and keys both, so scores get its square."""
+        return 1.0 if self.scaling is None else self.scaling.amplitude
+
+    def frequencies(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
+        """Radians per position of each pair, (dim/2,)."""
+        place = None if device is None else torch.device(device)
+        if self.scaling is None:
+            return plain_frequencies(self.dim, self.base, place).to(dtype)
+        return self.scaling.frequencies(self.dim, self.base, place).to(dtype)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions (..., T), times the attention factor: each (..., T, dim/2).
+
+        float64 where `dtype` is float64, else float32: a lower dtype would not tell positions 257 and 258 apart.
+        """
+        _check_positions(positions)
+        dtype = torch.float64 if dtype is torch.float64 else torch.float32
+        plain = _plain_eager(positions)
+        last = self._memo.last
+        if plain and last is not None and last.answer(positions, dtype):
+            return last.cos, last.sin
+        if not plain:
+            return self._form(positions, dtype)
+        with torch.inference_mode(False):  # what is kept must also serve a later call that records gradients
+            cos, sin = self._form(positions, dtype)
+            object.__setattr__(self._memo, "last", self._entry(positions, dtype, cos, sin))
+        return cos, sin
+
+    def _form(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        exact = wide(positions.device)
+        angle = positions.to(exact).unsqueeze(-1) * self.frequencies(exact, positions.device)
+        return (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
+
+    @staticmethod
+    def _entry(positions: Tensor, dtype: torch.dtype, cos: Tensor, sin: Tensor) -> _Angles:
+        version = None if positions.is_inference() else positions._version
+        values = positions.clone() if positions.device.type == "cpu" else None
+        return _Angles(positions, version, values, dtype, cos, sin)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Turn x (B, H, T, D) by its tokens' positions (T,) or (B, T)."""
+        _check_turned(x, positions, self.dim)
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+        cos, sin = self.angles(positions, dtype)
+        if positions.dim() == 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        turned = (x if x.shape[-1] == self.dim else x[..., : self.dim]).to(dtype)
+        if self.style == "half":
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        else:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        turned = turned.to(x.dtype)
+        return turned if x.shape[-1] == self.dim else torch.cat((turned, x[..., self.dim :]), dim=-1)
+
+
+def _check_positions(positions: Tensor) -> None:
+    if positions.dtype in (torch.float16, torch.bfloat16, torch.bool) or positions.is_complex():
+        raise TypeError(f"positions must be integers, float32 or float64 (exact counts), got {positions.dtype}")
+
+
+def _check_turned(x: Tensor, positions: Tensor, dim: int) -> None:
+    if x.dim() != 4:
+        raise ValueError(f"x must be (B, H, T, D), got shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating, got {x.dtype}")
+    if x.shape[-1] < dim:
+        raise ValueError(f"x has {x.shape[-1]} channels, fewer than the {dim} that this Rotary turns")
+    shape, batch, tokens = tuple(positions.shape), x.shape[0], x.shape[2]
+    if shape not in ((tokens,), (1, tokens), (batch, tokens)):
+        raise ValueError(f"positions must be ({tokens},) or ({batch}, {tokens}) for x {tuple(x.shape)}, got {shape}")
+
+
+def interleaved_to_half(x: Tensor) -> Tensor:
+    """Reorder channels from interleaved pairs to the half-split layout: y = x[..., [0, 2, 4, .., 1, 3, 5, ..]].
+
+    Turning interleaved pairs and then reordering equals reordering and then turning half-split pairs; DeepSeek-V3 does
+    the latter to its queries and keys (their scores do not notice, cached keys differ in order only).
+    Raises `ValueError` for an odd number of channels.
+
+    >>> interleaved_to_half(torch.arange(6))
+    tensor([0, 2, 4, 1, 3, 5])
+    """
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"x must have an even number of channels in its last axis, got shape {tuple(x.shape)}")
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+
+
+def sinusoidal(
+    positions: int | Tensor,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    style: str = "interleaved",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Fixed sine and cosine embeddings of positions.
+
+        PE[p, 2m] = sin(p * f_m),   PE[p, 2m + 1] = cos(p * f_m),   f_m = base ** (-2 m / dim)
+
+    positions: a count T, meaning 0 .. T-1, or a tensor (...); the result is (T, dim) or (..., dim) in `dtype`, rounded
+    from float64. style "half" lays all sines before all cosines (Transformer-XL, DETR).
+    Raises `ValueError` for an odd or non-positive dim, a negative count or an unknown style.
+    Source: Vaswani et al. 2017, arXiv:1706.03762.
+
+    >>> sinusoidal(2, 4)
+    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+            [0.8415, 0.5403, 0.0100, 0.9999]])
+    """
+    if dim <= 0 or dim % 2:
+        raise ValueError(f"dim must be an even number above 0, got {dim}")
+    if style not in ("half", "interleaved"):
+        raise ValueError(f"style must be 'half' or 'interleaved', got {style!r}")
+    if isinstance(positions, int):
+        if positions < 0:
+            raise ValueError(f"positions must be a count of 0 or more, or a tensor, got {positions}")
+        positions = torch.arange(positions)
+    _check_positions(positions)
+    exact = wide(positions.device)
+    angle = positions.to(exact).unsqueeze(-1) * plain_frequencies(dim, base, positions.device)
+    if style == "half":
+        return torch.cat((angle.sin(), angle.cos()), dim=-1).to(dtype)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each position: y = weight[positions].
+
+    positions (B, T) or (T,) of integers in [0, max_length) -> (B, T, dim) or (T, dim), in the weight's dtype.
+    `weight` (max_length, dim) starts from a normal distribution of standard deviation 0.02.
+    Raises `ValueError` for a position outside the table (read in eager mode on a CPU only; a GPU kernel asserts),
+    `TypeError` for positions that are not integers. Source: Gehring et al. 2017, arXiv:1705.03122.
+
+    >>> LearnedPositions(16, 8)(torch.arange(5)).shape
+    torch.Size([5, 8])
+    """
+
+    def __init__(self, max_length: int, dim: int) -> None:
+        super().__init__()
+        if max_length <= 0 or dim <= 0:
+            raise ValueError(f"max_length and dim must be above 0, got {max_length} and {dim}")
+        self.weight = nn.Parameter(torch.empty(max_length, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Look positions (B, T) or (T,) up."""
+        if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
+            raise TypeError(f"positions must be integers, got {positions.dtype}")
+        if positions.numel() and positions.device.type == "cpu" and _plain_eager(positions):
+            low, high = int(positions.min()), int(positions.max())
+            if low < 0 or high >= self.weight.shape[0]:
+                raise ValueError(f"positions must lie in [0, {self.weight.shape[0]}), got {low} to {high}")
+        return nn.functional.embedding(positions, self.weight)

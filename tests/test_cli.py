@@ -1,0 +1,127 @@
+"""The command line, run in this process: what it prints, where, and its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import regard
+from regard.cli import main
+from regard.cli.expressions import Shape, read_bias, read_mask
+from regard.masks import Band, Causal, KeyLengths, Prefix, Segments, Window
+
+SHAPE = Shape(batch=2, heads=4, queries=5, keys=5)
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["list", "--help"], ["generate", "--help"]])
+def test_help_is_printed_without_torch(arguments):
+    lines = ["import sys", "from regard.cli import main", f"code = main({arguments})"]
+    program = "\n".join([*lines, "assert 'torch' not in sys.modules", "sys.exit(code)"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: regard" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("causal & window(2)", lambda: Causal() & Window(2)),
+        ("~(causal | band(-1, None))", lambda: ~(Causal() | Band(-1, None))),
+        ("causal | prefix([3, 1])", lambda: Causal() | Prefix(torch.tensor([3, 1]))),
+        ("key_lengths(4)", lambda: KeyLengths(4)),
+    ],
+)
+def test_masks_are_read_as_written(text, same):
+    assert torch.equal(read_mask(text, SHAPE).dense(5, 5, batch=2), same().dense(5, 5, batch=2))
+
+
+def test_packed_masks_and_biases_are_read():
+    packed = read_mask("causal & packed([3, 2])", Shape(1, 4, 5, 5))
+    expected = Causal() & Segments.from_lengths([3, 2])
+    assert torch.equal(packed.dense(5, 5), expected.dense(5, 5))
+    assert read_bias("alibi + t5(16) + dense", SHAPE).dense(5, 5, batch=2, heads=4).shape[-3:] == (4, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("causl", "cannot read 'causl'"),
+        ("causal &", "cannot read 'causal &'"),
+        ("causal + causal", "cannot read 'causal + causal'"),
+        ("__import__('os').system('true')", "cannot read"),
+        ("window", "window is written window(256)"),
+        ("window(1, 2)", "window is written window(256)"),
+        ("window('a')", "whole numbers"),
+        ("window(1.5)", "whole numbers"),
+        ("window(0)", "expected"),
+        ("window(w=3)", "cannot read"),
+        ("", "cannot read ''"),
+    ],
+)
+def test_a_mask_that_cannot_be_read_is_one_line(capsys, text, words):
+    with pytest.raises(ValueError) as caught:
+        read_mask(text, SHAPE)
+    assert words in str(caught.value)
+
+
+def test_explain_says_what_the_library_says(capsys):
+    code, out, err = run(capsys, "explain", "--heads", "8", "--kv-heads", "2", "--queries", "64", "--mask", "causal")
+    q, k = torch.empty(1, 8, 64, 64), torch.empty(1, 2, 64, 64)
+    assert (code, err) == (0, "")
+    assert out.strip() == str(regard.explain(q, k, k, mask=Causal()))
+
+
+def test_explain_describes_calls_too_large_to_hold(capsys):
+    sizes = ["--batch", "8", "--heads", "128", "--queries", "1000000", "--head-dim", "256"]
+    options = ["--mask", "causal & window(4096)", "--bias", "alibi", "--softcap", "30", "--sink", "--grad", "--lse"]
+    code, out, _ = run(capsys, "explain", *sizes, *options, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["chosen"] == "chunked"
+    assert {row["name"] for row in answer["backends"]} >= {"reference", "chunked", "sdpa", "flex"}
+    assert all(row["reason"] for row in answer["backends"] if row["name"] == "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Missing command"),
+        (["explian"], "No such command"),
+        (["explain", "--hads", "3"], "No such option"),
+        (["explain", "--heads", "x"], "--heads"),
+        (["explain", "--heads", "-1"], "--heads must be 0 or more, got -1"),
+        (["explain", "--dtype", "int8"], "--dtype"),
+        (["explain", "--heads", "8", "--kv-heads", "3"], "Hq=8, Hkv=3"),
+        (["explain", "--softcap", "-1"], "softcap"),
+        (["explain", "--dropout", "2"], "dropout_p"),
+        (["explain", "--mask", "causal windw"], "mask: cannot read"),
+        (["explain", "--bias", "alibi & alibi"], "bias: cannot read"),
+        (["explain", "--backend", "none"], "backend: expected one of"),
+        (["explain", "--device", "nowhere"], "--device nowhere"),
+        (["explain", "--batch", "2", "--mask", "packed([1000, 24])"], "batch size 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("regard: ")
+    assert words in err
+
+
+def test_a_bug_is_not_dressed_as_a_mistake(monkeypatch):
+    def broken(*_):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("regard.cli.explaining.explanation", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        main(["explain"])

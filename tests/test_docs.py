@@ -1,0 +1,31 @@
+"""Generated tables are up to date, links lead somewhere, and the generator writes what it should."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import make_docs  # noqa: E402
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_generated_tables_are_up_to_date(capsys):
+    assert make_docs.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_block_is_replaced_between_its_markers(monkeypatch):
+    monkeypatch.setitem(make_docs.TABLES, "two", lambda: "| a |\n|---|")
+    text = "before\n<!-- generated: two -->\nold\n<!-- end -->\nafter\n"
+    new = make_docs.filled(text)
+    assert new == "before\n<!-- generated: two -->\n| a |\n|---|\n<!-- end -->\nafter\n"
+    assert make_docs.filled(new) == new
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target

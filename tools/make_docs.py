@@ -1,0 +1,50 @@
+"""Write the tables that come from the catalogue between their markers, in the README and in docs/.
+
+    python tools/make_docs.py           write them
+    python tools/make_docs.py --check   only say whether a file is out of date
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+def mechanisms() -> str:
+    """One row for every mechanism of the catalogue, in its order."""
+    from regard.catalog import RECORDS
+
+    rows = [f"| {item.name} | {item.summary} | {item.kind} | {item.source} |" for item in RECORDS]
+    return "\n".join(["| mechanism | in one line | kind | source |", "|---|---|---|---|", *rows])
+
+
+TABLES = {"mechanisms": mechanisms}
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def filled(text: str) -> str:
+    """The text with every generated block written anew."""
+    return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main(arguments: list[str]) -> int:
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        if filled(text) != text:
+            stale.append(path.relative_to(ROOT))
+            if "--check" not in arguments:
+                path.write_text(filled(text), encoding="utf-8")
+    word = "out of date (run `make docs`)" if "--check" in arguments else "written"
+    print("\n".join(f"{path}: {word}" for path in stale) or "generated tables: up to date")
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.caches import running_positions
 from regard.models.blocks import Embedding
 from regard.models.cache import ModelCache, check_call
 from regard.models.model import Model

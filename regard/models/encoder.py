@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from regard.caches import running_positions
 from regard.models.blocks import Embedding
 from regard.models.cache import check_call
 from regard.models.model import Model

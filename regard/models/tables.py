@@ -123,8 +123,8 @@ def same(names: dict[str, str]) -> list[Row]:
 
 
 def fused(stored: str, own: str, kinds: Iterable[str], reshape: Reshape) -> list[Row]:
-    """Rows for a fused projection: ``own`` with ``{}`` for q, k and v, and one row a kind (``weight``, ``bias``)."""
-    return [Row(f"{stored}.{k}", tuple(f"{own.format(c)}.{k}" for c in "qkv"), reshape) for k in kinds]
+    """Rows for a fused projection: ``own`` with ``*`` for q, k and v, and one row a kind (``weight``, ``bias``)."""
+    return [Row(f"{stored}.{k}", tuple(f"{own}.{k}".replace("*", c) for c in "qkv"), reshape) for k in kinds]
 
 
 def expand(rows: Iterable[Row], layer: int) -> list[Row]:

@@ -71,7 +71,7 @@ def _bloom(c: Config, has: Callable[[str], bool]) -> Plan:
     )  # fmt: skip
     per_head = FusedQKV(heads, heads, dim // heads, groups=heads)
     layer = "transformer.h.{i}"
-    per_layer = fused(f"{layer}.self_attention.query_key_value", "layers.{i}.mixer.{}_proj", BOTH, per_head)
+    per_layer = fused(f"{layer}.self_attention.query_key_value", "layers.{i}.mixer.*_proj", BOTH, per_head)
     per_layer += both(
         {
             f"{layer}.self_attention.dense": "layers.{i}.mixer.o_proj",

@@ -141,7 +141,7 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
     kinds = BOTH if bias else ("weight",)
     layer, own = "transformer.h.{i}", "layers.{i}"
     qkv = FusedQKV(heads, kv_heads, head_dim, groups=kv_heads)
-    per_layer = fused(f"{layer}.self_attention.query_key_value", f"{own}.mixer.{{}}_proj", kinds, qkv)
+    per_layer = fused(f"{layer}.self_attention.query_key_value", f"{own}.mixer.*_proj", kinds, qkv)
     linear = {"self_attention.dense": "mixer.o_proj", "mlp.dense_h_to_4h": "ff.up_proj", "mlp.dense_4h_to_h": "ff.down_proj"}
     per_layer += both({f"{layer}.{a}": f"{own}.{b}" for a, b in linear.items()}, kinds)
     per_layer += both({f"{layer}.{a}": f"{own}.{b}" for a, b in norm_names.items()})

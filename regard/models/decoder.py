@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.caches import running_positions
 from regard.models.blocks import Embedding
-from regard.models.cache import ModelCache, check_call
+from regard.models.cache import ModelCache, check_ids
 from regard.models.model import Model
+from regard.tokens import Placed, place
 
 __all__ = ["Decoder"]
 
@@ -96,18 +96,26 @@ class Decoder(Model):
         cache: ModelCache | None = None,
     ) -> Tensor:
         """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are :meth:`forward`'s."""
-        batch, tokens = check_call(ids, keep, positions, segments)
-        if cache is not None:
-            cache.check(batch, tokens)
-            if positions is None:
-                positions = cache.next_positions(tokens, keep, segments)
-        elif positions is None:
-            positions = running_positions(batch, tokens, keep, segments, ids.device)
-        x = self.embedding(ids, positions)
-        for i, layer in enumerate(self.layers):
-            own = None if cache is None else cache.layers[i]
-            x = layer(x, keep=keep, positions=positions, segments=segments, cache=own)
+        batch, tokens = check_ids(ids)
+        if cache is None:
+            placed = place(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+            x = self._through(ids, placed, segments, [None] * len(self.layers))
+        else:
+            start = cache.length
+            cache.room_for(tokens)
+            placed = cache.place(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+            try:
+                x = self._through(ids, placed, segments, cache.layers)
+            except BaseException:
+                cache.roll_back(start)
+                raise
         return x if self.norm is None else self.norm(x)
+
+    def _through(self, ids: Tensor, placed: Placed, segments: Tensor | None, caches: list[Any]) -> Tensor:
+        x: Tensor = self.embedding(ids, placed.positions)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, keep=placed.keep, positions=placed.positions, segments=segments, cache=cache)
+        return x
 
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -121,4 +129,4 @@ class Decoder(Model):
             layer.init_cache(batch, capacity, dtype=dtype, device=device)  # type: ignore[operator]
             for layer in self.layers
         ]
-        return ModelCache(layers, batch)
+        return ModelCache(layers)

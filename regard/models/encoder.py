@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from regard.caches import running_positions
 from regard.models.blocks import Embedding
-from regard.models.cache import check_call
+from regard.models.cache import check_ids
 from regard.models.model import Model
+from regard.tokens import place
 
 __all__ = ["Encoder", "FirstTokenPooler"]
 
@@ -69,12 +69,11 @@ class Encoder(Model):
         Raises:
             ValueError, TypeError: for a tensor of a wrong shape or dtype, or an id outside the vocabulary.
         """
-        batch, tokens = check_call(ids, keep, positions, segments)
-        if positions is None:
-            positions = running_positions(batch, tokens, keep, segments, ids.device)
-        x: Tensor = self.embedding(ids, positions, types)
+        batch, tokens = check_ids(ids)
+        placed = place(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+        x: Tensor = self.embedding(ids, placed.positions, types)
         for layer in self.layers:
-            x = layer(x, keep=keep, positions=positions, segments=segments)
+            x = layer(x, keep=placed.keep, positions=placed.positions, segments=segments)
         return x if self.norm is None else self.norm(x)
 
     def pool(self, hidden: Tensor) -> Tensor:

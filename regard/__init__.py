@@ -9,17 +9,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard import biases, masks
+    from regard import analysis, biases, caches, catalog, errors, masks, models, nn, positions
+    from regard.analysis.mixing import mixing_matrix
     from regard.backends import use_backend
+    from regard.models import load
     from regard.ops.attention import attention, attention_weights, explain
 
-__all__ = ["attention", "attention_weights", "biases", "explain", "masks", "use_backend"]
+__all__ = [
+    "analysis",
+    "attention",
+    "attention_weights",
+    "biases",
+    "caches",
+    "catalog",
+    "errors",
+    "explain",
+    "load",
+    "masks",
+    "mixing_matrix",
+    "models",
+    "nn",
+    "positions",
+    "use_backend",
+]
 __version__ = "0.1.0"
 
 _HOME = {
     "attention": "regard.ops.attention",
     "attention_weights": "regard.ops.attention",
     "explain": "regard.ops.attention",
+    "load": "regard.models",
+    "mixing_matrix": "regard.analysis.mixing",
     "use_backend": "regard.backends",
 }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ B = TypeVar("B", bound="Bias")
 @dataclass(frozen=True, eq=False)
 class Bias:
     """A function of (batch, head, query slot, key slot) and of its own tensors, which may be trained."""
+
+    relative: ClassVar[bool] = False  # it depends on the slots only through ``i - j``
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that gradients may be wanted for."""
@@ -52,8 +54,8 @@ class Bias:
         """Raise ValueError where the bias does not fit a call of these sizes."""
 
     def moved(self, by: int) -> Bias:
-        """The same bias for keys whose first column is slot `by`."""
-        return self
+        """The same bias for keys whose first column is slot `by` (a window cache holds only the latest columns)."""
+        return self if by == 0 or self.relative else Moved(self, by)
 
     def dense(
         self, q_len: int, k_len: int | None = None, *, batch: int = 1, heads: int | None = None, q_start: int | None = None
@@ -125,6 +127,29 @@ class Sum(Bias):
         return next((n for part in self.parts if (n := part.head_count()) is not None), None)
 
 
+@dataclass(frozen=True, eq=False)
+class Moved(Bias):
+    """`part` for keys whose first column is slot `by`."""
+
+    part: Bias
+    by: int
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Moved:
+        return Moved(self.part.with_tensors(tensors), self.by)
+
+    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
+        return self.part.scores(site.moved(self.by), dtype)
+
+    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
+        self.part.accumulate(site.moved(self.by), grad, into)
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        self.part.check(batch, heads, q_len, k_len + self.by)
+
+    def head_count(self) -> int | None:
+        return self.part.head_count()
+
+
 def alibi_slopes(heads: int, order: str = "bloom", max_bias: float = 8.0) -> Tensor:
     """The published ALiBi slopes, float64 ``(heads,)``.
 
@@ -166,6 +191,7 @@ class Alibi(Bias):
 
     slopes: Tensor | int
     symmetric: bool = False
+    relative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.slopes, Tensor):
@@ -252,6 +278,7 @@ class RelativeBuckets(_Table):
     table: Tensor
     bidirectional: bool = True
     max_distance: int = 128
+    relative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _is_table(self.table, "(buckets, H)")
@@ -315,7 +342,6 @@ class Dense(Bias):
     """A float tensor over the call's rows and columns: a number, (Tq, Tk) or (B, H, Tq, Tk), broadcasting; -inf masks."""
 
     tensor: Tensor
-    first: int = 0  # the slot of the first column that the keys still hold
 
     def __post_init__(self) -> None:
         t = self.tensor
@@ -330,16 +356,13 @@ class Dense(Bias):
             raise ValueError(f"bias: expected a number, (Tq, Tk) or (B, H, Tq, Tk), got {describe(t)}")
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Dense:
-        return Dense(tensors[0], self.first)
-
-    def moved(self, by: int) -> Dense:
-        return Dense(self.tensor, self.first + by)
+        return Dense(tensors[0])
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
-        fits("bias", self.tensor, (batch, heads, q_len, k_len + self.first)[4 - self.tensor.ndim :])
+        fits("bias", self.tensor, (batch, heads, q_len, k_len)[4 - self.tensor.ndim :])
 
     def _index(self, site: Site) -> tuple[Tensor, ...]:
-        return () if self.tensor.ndim == 0 else (site.b, site.h, site.row, site.col + self.first)[4 - self.tensor.ndim :]
+        return () if self.tensor.ndim == 0 else (site.b, site.h, site.row, site.col)[4 - self.tensor.ndim :]
 
     def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
         return (pick(self.tensor, *index) if (index := self._index(site)) else self.tensor).to(dtype)
@@ -351,7 +374,7 @@ class Dense(Bias):
             return
         grad = grad.sum_to_size([1] * (4 - total.ndim) + [1 if n == 1 else m for n, m in zip(total.shape, grad.shape[4 - total.ndim :])])
         part = total
-        for axis, start, extent in zip((-2, -1), (site.origin[0], site.origin[1] + self.first), grad.shape[-2:], strict=True):
+        for axis, start, extent in zip((-2, -1), site.origin, grad.shape[-2:], strict=True):
             if total.shape[axis] != 1:
                 part = part.narrow(axis, start, extent)
         part.add_(grad.reshape(part.shape).to(total.dtype))

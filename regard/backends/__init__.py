@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,7 +27,7 @@ from regard.backends import chunked, flex, reference, sdpa
 from regard.backends.call import AttentionCall
 from regard.errors import BackendUnsupported
 
-__all__ = ["ORDER", "AttentionCall", "Explanation", "Verdict", "explain_call", "names", "run", "select", "use_backend"]
+__all__ = ["ORDER", "AttentionCall", "Explanation", "Verdict", "count_backends", "explain_call", "names", "run", "select", "use_backend"]
 
 _BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference}
 ORDER: dict[str, tuple[str, ...]] = {
@@ -71,6 +72,25 @@ def use_backend(name: str | None) -> Iterator[None]:
         yield
     finally:
         _local.name = outer
+
+
+@contextlib.contextmanager
+def count_backends() -> Iterator[Counter[str]]:
+    """Inside the block, count how many calls each backend ran (in eager mode).
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> with count_backends() as counts:
+    ...     out = regard.attention(q, q, q, softcap=30.0)
+    >>> dict(counts)
+    {'chunked': 1}
+    """
+    outer: Counter[str] | None = getattr(_local, "counts", None)
+    _local.counts = counts = Counter()
+    try:
+        yield counts
+    finally:
+        _local.counts = outer
 
 
 @dataclass(frozen=True)
@@ -151,5 +171,8 @@ def _note_fallback(call: AttentionCall, taken: str) -> None:
 
 def run(call: AttentionCall, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Run the call on the selected backend: (out, lse) in the compute dtype, before a sink takes its share."""
-    result: tuple[Tensor, Tensor] = _BACKENDS[select(call, name)].run(call)
+    chosen = select(call, name)
+    if not torch.compiler.is_compiling() and getattr(_local, "counts", None) is not None:
+        _local.counts[chosen] += 1
+    result: tuple[Tensor, Tensor] = _BACKENDS[chosen].run(call)
     return result

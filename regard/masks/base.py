@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from regard.masks.checks import UNKNOWN, describe
 from regard.masks.intervals import Intervals
 from regard.sites import Frame, Packing, Site, Span
 
-__all__ = ["And", "Mask", "Moved", "Not", "Or", "as_mask", "split_packing", "tensors_of", "to_device"]
+__all__ = ["And", "Mask", "Moved", "Not", "Or", "as_mask", "reach", "split_packing", "tensors_of", "to_device"]
 
 M = TypeVar("M", bound="Mask")
 
@@ -252,6 +253,16 @@ def split_packing(mask: Mask | None) -> Packing | None:
     if any(_holds_packing(child) for term in terms for child in term.children()):
         raise ValueError("mask: Segments.from_lengths renumbers slots, so it may only be a term of the outermost &")
     return found[0] if found else None
+
+
+def reach(mask: Mask) -> int | None:
+    """The largest distance ``i - j`` that the mask's own terms ever allow; None where there is no such bound."""
+    bounds = []
+    for term in _and_terms(mask):
+        offsets = term.offsets()
+        if offsets is not None and (not offsets.ranges or offsets.ranges[-1][1] < math.inf):
+            bounds.append(int(offsets.ranges[-1][1]) if offsets.ranges else 0)
+    return min(bounds, default=None)
 
 
 def _and_terms(mask: Mask) -> list[Mask]:

@@ -1,0 +1,23 @@
+"""The catalogue: every mechanism, one line a file. It lists and tests; it never constructs behind anybody's back.
+
+>>> from regard.catalog import find
+>>> find("gqa").source
+'Ainslie et al. 2023, arXiv:2305.13245'
+"""
+
+from __future__ import annotations
+
+from regard.mixers import softmax
+from regard.mixers.base import Record
+
+__all__ = ["CATALOG", "Record", "find"]
+
+CATALOG: tuple[Record, ...] = (*softmax.records,)
+
+
+def find(name: str) -> Record:
+    """The record of that name; ValueError lists the names there are."""
+    for record in CATALOG:
+        if record.name == name:
+            return record
+    raise ValueError(f"name: expected one of {', '.join(record.name for record in CATALOG)}, got {name!r}")

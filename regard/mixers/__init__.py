@@ -1,0 +1,1 @@
+"""One mechanism, one file: its equation, its function over an op, its layer, its catalogue record."""

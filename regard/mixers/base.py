@@ -1,0 +1,42 @@
+"""What every layer shares: the call's signature and its checks, and the catalogue record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from regard.masks.checks import describe
+
+__all__ = ["Record", "check_tokens"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One mechanism in the catalogue: what it is, where it comes from, and how to build a layer of it.
+
+    `build(dim, heads)` makes a layer with the published defaults. The flags say which free checks apply; a check that does not
+    apply has its reason in `exempt`, name to sentence.
+    """
+
+    name: str
+    summary: str
+    source: str
+    build: Callable[[int, int], nn.Module]
+    causal: bool
+    kind: str = "softmax"
+    cached: bool = True  # decodes with a cache
+    counts_slots: bool = True  # masks or biases count slots, so padding between real tokens moves them
+    context: bool = False  # takes a context (cross-attention)
+    exempt: dict[str, str] = field(default_factory=dict)
+
+
+def check_tokens(name: str, x: Tensor, dim: int, like: Tensor | None = None) -> None:
+    """Raise unless `x` is a floating tensor (B, T, dim), with the batch size of `like`."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name}: expected a float tensor (B, T, {dim}), got {describe(x)}")
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ValueError(f"{name}: expected (B, T, {dim}), got shape {tuple(x.shape)}")
+    if like is not None and x.shape[0] != like.shape[0]:
+        raise ValueError(f"{name}: expected {like.shape[0]} rows, as x has, got {x.shape[0]}")

@@ -1,0 +1,97 @@
+"""Parts that several mechanisms are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.masks.checks import whole
+
+__all__ = ["Projections", "RMSNorm", "Scores", "merge_heads", "split_heads"]
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in at least float32; with `unit_offset`, ``* (1 + weight)``.
+
+    Zhang and Sennrich 2019, arXiv:1910.07467. The offset form is Gemma's and Qwen3-Next's: their weights start at 0.
+
+    >>> RMSNorm(4)(torch.full((1, 4), 2.0))
+    tensor([[1., 1., 1., 1.]], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6, unit_offset: bool = False) -> None:
+        super().__init__()
+        self.eps, self.unit_offset = eps, unit_offset
+        self.weight = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.unit_offset:
+            return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+        return (normed.to(x.dtype) * self.weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}" + (", unit_offset=True" if self.unit_offset else "")
+
+
+@dataclass(frozen=True)
+class Projections:
+    """How queries, keys, values and the output of an attention layer are made.
+
+    Args:
+        bias: q, k, v projections have biases.
+        out_bias: the output projection has one; as `bias` by default.
+        out: there is an output projection at all (BERT's self-attention module has none of its own).
+        context_dim: width of the context that keys and values are made from; the layer's own by default.
+        gate: the output is multiplied by ``sigmoid(gate_proj(x))``, per head and channel, before the output projection.
+        norm: a module factory; ``norm(width)`` normalises queries, and another keys, after the projection, before rotation.
+        norm_over: ``"head"`` normalises each head, ``"all"`` the whole projection.
+        clip: q, k, v are clamped to ``[-clip, clip]`` after the projection.
+    """
+
+    bias: bool = False
+    out_bias: bool | None = None
+    out: bool = True
+    context_dim: int | None = None
+    gate: bool = False
+    norm: Callable[[int], nn.Module] | None = None
+    norm_over: str = "head"
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.norm_over not in ("head", "all"):
+            raise ValueError(f"norm_over: expected 'head' or 'all', got {self.norm_over!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: expected a number > 0 or None, got {self.clip}")
+        if self.context_dim is not None:
+            whole("context_dim", self.context_dim, 1)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What happens to the scores of a softmax layer: see `regard.attention` for each; `sink` is a learned logit per head."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sink: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(f"dropout: expected a number in [0, 1], got {self.dropout}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap: expected a number > 0 or None, got {self.softcap}")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, heads * D) as (B, heads, T, D), a view."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, T, D) as (B, T, heads * D)."""
+    return x.transpose(1, 2).flatten(2)

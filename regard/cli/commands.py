@@ -41,15 +41,17 @@ def command() -> Any:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue (default: what is piped in).")] = None,
     model: Annotated[Path | None, typer.Option(help="A folder, or a .gguf file (default: SmolLM2-135M).")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 48,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among so many most probable tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among the fewest that reach this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Draws the same again.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 48,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw among the fewest that reach this probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draws the same again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text to end before; may be given again.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights (default: the checkpoint's).")] = None,
     backend: Annotated[str | None, typer.Option(help="An attention backend by name.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads for torch.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
     report: Annotated[bool, typer.Option(help="End with a table of what it cost.")] = True,
 ) -> None:
     """Continue a text with a language model, and tell what that cost."""

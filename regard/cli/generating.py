@@ -63,8 +63,6 @@ def run(request: Request) -> None:
     from regard.models import load, stream
 
     if request.threads is not None:
-        if request.threads < 1:
-            raise ValueError(f"--threads must be 1 or more, got {request.threads}")
         torch.set_num_threads(request.threads)
     path = default_model() if request.model is None else request.model
     with use_backend(request.backend):
@@ -98,7 +96,8 @@ def run(request: Request) -> None:
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr that goes away when done; a call back with (done, total)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -115,13 +114,13 @@ def _report(path: Path, cost: Any, counts: Counter[str], full: int, capacity: in
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     ran = ", ".join(f"{name} ({times} calls)" for name, times in counts.most_common())
-    less = f", {full / cost.cache_bytes:.1f} times as much" if cost.cache_bytes else ""
+    more = f": {full / cost.cache_bytes:.1f} times as much" if cost.cache_bytes else ""
     table.add_row("model", path.name)
     table.add_row("backend", ran or "none: no attention layer ran")
     table.add_row("prefill", f"{cost.prompt_tokens} tokens in {cost.prefill_seconds:.3f} s, {cost.prefill_rate:.1f}/s")
     table.add_row("decode", f"{cost.steps} tokens in {cost.decode_seconds:.3f} s, {cost.decode_rate:.1f}/s")
     table.add_row("cache", f"{_size(cost.cache_bytes)}, with room for {capacity} tokens; {cost.cache_tokens} are in it")
-    table.add_row("multi-head", f"{_size(full)} for the same room, one key and value head per query head{less}")
+    table.add_row("multi-head", f"{_size(full)} would take the same room with full heads{more}")
     print()
     Console(highlight=False).print(table)
 

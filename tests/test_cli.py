@@ -199,3 +199,13 @@ def test_a_mistake_in_generate_is_one_line_and_exit_code_2(capsys, monkeypatch, 
 def test_without_weights_it_says_how_to_get_some():
     with pytest.raises(ValueError, match="give --model FOLDER"):
         default_model("no-such-distribution-of-weights")
+
+
+def test_list_names_every_mechanism_of_the_catalogue(capsys):
+    from regard.catalog import RECORDS
+
+    code, out, _ = run(capsys, "list", "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)] == [record.name for record in RECORDS]
+    code, out, _ = run(capsys, "list")
+    assert all(record.name in out for record in RECORDS)

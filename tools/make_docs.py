@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))
 
 def mechanisms() -> str:
     """One row for every mechanism of the catalogue, in its order."""
-    from regard.catalog import CATALOG
+    from regard.catalog import RECORDS
 
-    rows = [f"| {item.name} | {item.summary} | {item.kind} | {item.source} |" for item in CATALOG]
+    rows = [f"| {item.name} | {item.summary} | {item.kind} | {item.source} |" for item in RECORDS]
     return "\n".join(["| mechanism | in one line | kind | source |", "|---|---|---|---|", *rows])
 
 

@@ -84,7 +84,7 @@ def list_mechanisms(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List every mechanism of the catalogue."""
-    from regard.catalog import CATALOG
+    from regard.catalog import RECORDS
 
     rows = [
         {
@@ -94,7 +94,7 @@ def list_mechanisms(
             "causal": record.causal,
             "source": record.source,
         }
-        for record in CATALOG
+        for record in RECORDS
     ]
     if as_json:
         print(json.dumps(rows, indent=2))

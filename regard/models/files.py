@@ -86,9 +86,11 @@ class SafetensorsSource:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
             raise CheckpointError(f"{self.where}: no weight_map; accepted: an object from tensor names to shard files")
-        for shard in sorted(set(table.values())):
+        shards = sorted(set(table.values()))
+        for shard in shards:
             if Path(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
                 raise CheckpointError(f"{self.where}: names the shard {shard!r}; accepted: plain file names in the folder")
+        for shard in shards:
             if not (folder / shard).is_file():
                 raise CheckpointError(f"{self.where}: names the shard {shard!r}, which is absent from {folder}")
             held = set(self._open(folder, shard).keys())

@@ -141,7 +141,8 @@ def generate(
         prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``.
         max_tokens: new tokens a row at most.
         temperature, top_k, top_p, seed: see :class:`~regard.models.sampling.Sampling`; the default takes the most probable token.
-        stop: texts that end a continuation; they are no part of it. They are found across the borders of tokens.
+        stop: texts that end a continuation as soon as one of them is complete, across the borders of tokens too; they are no
+            part of it.
         end_ids: tokens that end a continuation; default the checkpoint's, ``()`` for none.
 
     Raises:

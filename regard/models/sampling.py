@@ -67,7 +67,7 @@ class Chooser:
             return logits.argmax(-1)
         scores = logits.double() / self.how.temperature
         kept = scores.shape[-1] if self.how.top_k is None else min(self.how.top_k, scores.shape[-1])
-        scores, order = scores.topk(kept, dim=-1) if kept < scores.shape[-1] else scores.sort(-1, descending=True, stable=True)
+        scores, order = scores.topk(kept, dim=-1) if kept < scores.shape[-1] else scores.sort(dim=-1, descending=True, stable=True)
         probabilities = scores.softmax(-1)
         cumulated = probabilities.cumsum(-1)
         if self.how.top_p is not None:

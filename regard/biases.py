@@ -1,7 +1,7 @@
 """Biases: numbers added to the scores, after scale and softcap and before the mask; they combine with ``+``.
 
-A bias gives its values on a tile of positions (`Bias.scores`) and sums a tile of score gradients into the gradients of its
-tensors (`Bias.accumulate`), so no backend ever holds a whole ``(Tq, Tk)`` bias that was not given as one.
+A bias gives its values on a tile of positions (`Bias.scores`) and sums a tile of score gradients into the gradients of
+its tensors (`Bias.accumulate`), so no backend ever holds a whole ``(Tq, Tk)`` bias that was not given as one.
 
 >>> from regard.biases import Alibi
 >>> Alibi(2).dense(2)[0, 0]  # slope of head 0 is 1/16
@@ -23,7 +23,17 @@ from regard.masks.base import tensors_of, to_device
 from regard.masks.checks import describe, fits, pick, whole
 from regard.sites import Frame, Site
 
-__all__ = ["Alibi", "Bias", "Dense", "RelativeBuckets", "RelativeTable", "Sum", "alibi_slopes", "as_bias", "relative_bucket"]
+__all__ = [
+    "Alibi",
+    "Bias",
+    "Dense",
+    "RelativeBuckets",
+    "RelativeTable",
+    "Sum",
+    "alibi_slopes",
+    "as_bias",
+    "relative_bucket",
+]
 
 B = TypeVar("B", bound="Bias")
 
@@ -47,7 +57,7 @@ class Bias:
         raise NotImplementedError
 
     def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        """Add the gradients of a tile to `into` (shaped like `tensors`); `grad` is (B, H, rows, columns), `site` its place."""
+        """Add a tile's gradient (B, H, rows, columns) to `into`, tensors shaped like `tensors`; `site` is its place."""
         raise NotImplementedError
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
@@ -58,7 +68,13 @@ class Bias:
         return self if by == 0 or self.relative else Moved(self, by)
 
     def dense(
-        self, q_len: int, k_len: int | None = None, *, batch: int = 1, heads: int | None = None, q_start: int | None = None
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int | None = None,
+        q_start: int | None = None,
     ) -> Tensor:
         """The whole bias as float64 ``(B, H, Tq, Tk)`` (B and H as far as it depends on them)."""
         k_len = q_len if k_len is None else k_len
@@ -66,7 +82,12 @@ class Bias:
         self.check(batch, heads, q_len, k_len)
         tensors = self.tensors()
         frame = Frame(
-            batch, heads, q_len, k_len, k_len - q_len if q_start is None else q_start, device=tensors[0].device if tensors else None
+            batch,
+            heads,
+            q_len,
+            k_len,
+            k_len - q_len if q_start is None else q_start,
+            device=tensors[0].device if tensors else None,
         )
         values = self.scores(frame.site(), torch.float64)
         while values.ndim < 4:
@@ -104,7 +125,9 @@ class Sum(Bias):
         return shares
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Sum:
-        return Sum(tuple(part.with_tensors(share) for part, share in zip(self.parts, self._shares(tensors), strict=True)))
+        return Sum(
+            tuple(part.with_tensors(share) for part, share in zip(self.parts, self._shares(tensors), strict=True))
+        )
 
     def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
         total = self.parts[0].scores(site, dtype)
@@ -153,9 +176,10 @@ class Moved(Bias):
 def alibi_slopes(heads: int, order: str = "bloom", max_bias: float = 8.0) -> Tensor:
     """The published ALiBi slopes, float64 ``(heads,)``.
 
-    For a power of two ``H`` they are ``2^(-max_bias * h / H)``, h = 1..H. Otherwise ``order="bloom"`` takes the slopes of the
-    power of two below, then every other slope of the one above; ``order="mpt"`` takes the power of two above, its odd places
-    (h = 2, 4, …) first, then its even ones, cut to `heads`: other heads get other slopes, so a checkpoint needs its own order.
+    For a power of two ``H`` they are ``2^(-max_bias * h / H)``, h = 1..H. Otherwise ``order="bloom"`` takes the slopes
+    of the power of two below, then every other slope of the one above; ``order="mpt"`` takes the power of two above,
+    its odd places (h = 2, 4, …) first, then its even ones, cut to `heads`: other heads get other slopes, so a
+    checkpoint needs its own order.
 
     Press, Smith, Lewis 2021, arXiv:2108.12409, and the two families' code.
 
@@ -181,10 +205,11 @@ def alibi_slopes(heads: int, order: str = "bloom", max_bias: float = 8.0) -> Ten
 
 @dataclass(frozen=True, eq=False)
 class Alibi(Bias):
-    """``slope_h * (j - i)``: the further the key, the lower its score (ALiBi); with ``symmetric``, ``-slope_h * |i - j|``.
+    """ALiBi, ``slope_h * (j - i)``: the further the key, the lower its score; if `symmetric`, ``-slope_h * |i - j|``.
 
-    `slopes` is a tensor (H,), or a number of heads for the published slopes in Bloom's order (see `alibi_slopes`). Distances
-    count slots, so they equal Bloom's distances between real tokens wherever the padding is before or after them.
+    `slopes` is a tensor (H,), or a number of heads for the published slopes in Bloom's order (see `alibi_slopes`).
+    Distances count slots, so they equal Bloom's distances between real tokens wherever the padding is before or after
+    them.
 
     Press, Smith, Lewis 2021, arXiv:2108.12409. The symmetric form is an extension for encoders.
     """
@@ -248,9 +273,9 @@ class _Table(Bias):
 def relative_bucket(offset: Tensor, buckets: int, *, bidirectional: bool = True, max_distance: int = 128) -> Tensor:
     """T5's bucket of every relative position ``offset = j - i``: exact near, logarithmic far.
 
-    Bidirectional: the upper half of the buckets is for keys after the query. Otherwise later keys share bucket 0. With ``n``
-    buckets on a side and ``m = n // 2``, a distance ``a`` below ``m`` is its own bucket, else
-    ``min(n - 1, m + floor(ln(a / m) / ln(max_distance / m) * (n - m)))``, computed in float32 as the published models do.
+    Bidirectional: the upper half of the buckets is for keys after the query. Otherwise later keys share bucket 0. With
+        ``n`` buckets on a side and ``m = n // 2``, a distance ``a`` below ``m`` is its own bucket, else ``min(n - 1, m
+        + floor(ln(a / m) / ln(max_distance / m) * (n - m)))``, computed in float32 as the published models do.
 
     Raffel et al. 2020, arXiv:1910.10683, and the authors' code.
 
@@ -265,7 +290,7 @@ def relative_bucket(offset: Tensor, buckets: int, *, bidirectional: bool = True,
     else:
         distance = (-offset).clamp(min=0)
     exact = buckets // 2
-    # float32, in this order of operations: at the borders (16, 32, 64 …) float64 floors to another bucket than the models use
+    # float32, in this order: at the borders (16, 32, 64 …) float64 floors to another bucket than the models use
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
     far = (exact + far.long()).clamp(max=buckets - 1)
     return first + torch.where(distance < exact, distance, far)
@@ -285,8 +310,8 @@ class RelativeBuckets(_Table):
         exact = self.table.shape[0] // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
             raise ValueError(
-                f"RelativeBuckets: {self.table.shape[0]} buckets keep {exact} distances exact; at least 1 is needed, and"
-                f" max_distance above that, got {self.max_distance}"
+                f"RelativeBuckets: {self.table.shape[0]} buckets keep {exact} distances exact; it takes at least 1, and"
+                f" a max_distance above that, got {self.max_distance}"
             )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> RelativeBuckets:
@@ -302,8 +327,8 @@ class RelativeBuckets(_Table):
 class RelativeTable(_Table):
     """One learned number per offset and head on a grid (Swin, CoAtNet, and 1-D): ``table[index(i - j), h]``.
 
-    Slots run row-major over a grid of `size` (``(T,)``, ``(height, width)``, …); `table` has ``prod(2 n - 1)`` rows, row-major
-    over the offsets query minus key plus ``n - 1``: for two axes ``(dy + H - 1) * (2 W - 1) + dx + W - 1``.
+    Slots run row-major over a grid of `size` (``(T,)``, ``(height, width)``, …); `table` has ``prod(2 n - 1)`` rows,
+    row-major over the offsets query minus key plus ``n - 1``: for two axes ``(dy + H - 1) * (2 W - 1) + dx + W - 1``.
 
     Liu et al. 2021, arXiv:2103.14030.
     """
@@ -324,7 +349,9 @@ class RelativeTable(_Table):
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         super().check(batch, heads, q_len, k_len)
         if max(q_len, k_len) > math.prod(self.size):
-            raise ValueError(f"RelativeTable.size: a grid of {self.size} has {math.prod(self.size)} slots, got {max(q_len, k_len)}")
+            raise ValueError(
+                f"RelativeTable.size: a grid of {self.size} has {math.prod(self.size)} slots, got {max(q_len, k_len)}"
+            )
 
     def index(self, site: Site) -> Tensor:
         index = torch.zeros_like(site.i - site.j)
@@ -339,18 +366,20 @@ class RelativeTable(_Table):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Bias):
-    """A float tensor over the call's rows and columns: a number, (Tq, Tk) or (B, H, Tq, Tk), broadcasting; -inf masks."""
+    """A float tensor over the call's rows and columns: 0-D, (Tq, Tk) or (B, H, Tq, Tk), broadcasting; -inf masks."""
 
     tensor: Tensor
 
     def __post_init__(self) -> None:
         t = self.tensor
         if not isinstance(t, Tensor) or not t.is_floating_point():
-            raise TypeError(f"bias: expected a float tensor, got {describe(t)}; a bool tensor is a mask: pass it as mask=")
+            raise TypeError(
+                f"bias: expected a float tensor, got {describe(t)}; a bool tensor is a mask: pass it as mask="
+            )
         if t.ndim == 3:
             raise ValueError(
-                f"bias: a 3-D bias is ambiguous, got {describe(t)}; add the missing axis: bias[:, None] for one per batch row,"
-                " bias[None] for one per head"
+                f"bias: a 3-D bias is ambiguous, got {describe(t)}; add the missing axis:"
+                " bias[:, None] for one per batch row, bias[None] for one per head"
             )
         if t.ndim not in (0, 2, 4):
             raise ValueError(f"bias: expected a number, (Tq, Tk) or (B, H, Tq, Tk), got {describe(t)}")
@@ -372,7 +401,10 @@ class Dense(Bias):
         if total.ndim == 0:
             total.add_(grad.sum().to(total.dtype))
             return
-        grad = grad.sum_to_size([1] * (4 - total.ndim) + [1 if n == 1 else m for n, m in zip(total.shape, grad.shape[4 - total.ndim :])])
+        grad = grad.sum_to_size(
+            [1] * (4 - total.ndim)
+            + [1 if n == 1 else m for n, m in zip(total.shape, grad.shape[4 - total.ndim :], strict=True)]
+        )
         part = total
         for axis, start, extent in zip((-2, -1), site.origin, grad.shape[-2:], strict=True):
             if total.shape[axis] != 1:

@@ -1,8 +1,8 @@
 """Caches: what a layer remembers of the tokens it has seen, owned by the caller and updated in place by the call.
 
-`KVCache` holds keys and values of up to `capacity` tokens; `WindowCache` holds the latest ones in a ring. All caches share the
-rules of `Cache`. What is stored is detached; storage is allocated once. A call first looks (`extend`), and changes the cache only
-when it has succeeded (`commit`). Caches are pytrees whose tensors are leaves.
+`KVCache` holds keys and values of up to `capacity` tokens; `WindowCache` holds the latest ones in a ring. All caches
+share the rules of `Cache`. What is stored is detached; storage is allocated once. A call first looks (`extend`), and
+changes the cache only when it has succeeded (`commit`). Caches are pytrees whose tensors are leaves.
 
 >>> import torch, regard
 >>> layer = regard.nn.MultiHeadAttention(16, 4, kv_heads=2, mask=regard.masks.Causal())
@@ -35,7 +35,7 @@ C = TypeVar("C", bound="Cache")
 
 @dataclass(frozen=True)
 class Held:
-    """The keys that a call may read: columns are slots ``first…``. keep, segments (B, columns), None where nothing is special.
+    """The keys that a call may read; columns are slots ``first…``; keep, segments (B, columns) or None if all alike.
 
     `fresh` are the call's own keys, values and places, which `Cache.commit` stores once the call has succeeded.
     """
@@ -80,9 +80,11 @@ class Cache:
         """Where a call's tokens stand after those seen; `given` are the call's keep, positions, segments."""
         if batch != self.batch:
             raise ValueError(f"cache: made for {self.batch} rows, got a call with {batch}")
-        return place(batch, tokens, device, log=self.log, length=self.length, **given)  # type: ignore[arg-type]
+        return place(batch, tokens, device, log=self.log, length=self.length, **given)
 
-    def next_positions(self, batch: int, tokens: int, keep: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def next_positions(
+        self, batch: int, tokens: int, keep: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         """The positions (B, T) that the next call's tokens get by default."""
         device = next((t.device for t in self._tensors().values() if t is not None), torch.device("cpu"))
         return self.place(batch, tokens, device, keep=keep, segments=segments).positions
@@ -91,7 +93,8 @@ class Cache:
         """Raise `CacheFull` when `tokens` more do not fit."""
         if self.capacity is not None and self.length + tokens > self.capacity:
             raise CacheFull(
-                f"cache: it holds {self.length} of {self.capacity} tokens and has no room for {tokens} more; nothing was changed"
+                f"cache: it holds {self.length} of {self.capacity} tokens and has no room for {tokens} more;"
+                " nothing was changed"
             )
 
     def reset(self) -> None:
@@ -100,7 +103,7 @@ class Cache:
         self.log = TokenLog(self.batch, self.log.size, self.log.device)
 
     def crop(self, n: int) -> None:
-        """Keep the first `n` tokens seen; no change when there are fewer. Raises `CacheError` where that cannot be undone."""
+        """Keep the first `n` tokens seen, if there are more; `CacheError` where the others cannot be undone."""
         whole("n", n, 0)
         if n >= self.length:
             return
@@ -111,7 +114,9 @@ class Cache:
         self.length = n
 
     def _can_crop(self, n: int) -> None:
-        raise CacheError(f"cache: {type(self).__name__} cannot go back to {n} of {self.length} tokens; nothing was changed")
+        raise CacheError(
+            f"cache: {type(self).__name__} cannot go back to {n} of {self.length} tokens; nothing was changed"
+        )
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Row b becomes the old row ``index[b]``; any number of rows, none sharing storage afterwards."""
@@ -162,7 +167,14 @@ class _KeysAndValues(Cache):
     tensor_names = ("k", "v")
 
     def __init__(
-        self, batch: int, slots: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: Any = None
+        self,
+        batch: int,
+        slots: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: Any = None,
     ) -> None:
         super().__init__(batch, slots, device)
         self.k = torch.zeros(batch, kv_heads, slots, key_dim, dtype=dtype, device=device)
@@ -180,7 +192,7 @@ class _KeysAndValues(Cache):
         return 0
 
     def extend(self, k: Tensor, v: Tensor, placed: Placed) -> Held:
-        """What a call with new keys (B, Hkv, T, Dk) and values reads, the new ones last; the cache is not changed yet."""
+        """What a call with new keys (B, Hkv, T, Dk) and values reads, the new ones last; nothing is changed yet."""
         self.room_for(k.shape[2])
         first, stop = self.first, self.length
         keep, segments = self.log.read(first, stop)
@@ -193,7 +205,9 @@ class _KeysAndValues(Cache):
             new_keep = fresh[0] if fresh[0] is not None else keep.new_ones(tokens)
             new_segments = fresh[1] if fresh[1] is not None else segments.new_zeros(tokens)
             keep, segments = torch.cat((keep, new_keep), 1), torch.cat((segments, new_segments), 1)
-        return Held(self._joined(self.k, k, first), self._joined(self.v, v, first), first, keep, segments, (k, v, placed))
+        return Held(
+            self._joined(self.k, k, first), self._joined(self.v, v, first), first, keep, segments, (k, v, placed)
+        )
 
     def _joined(self, buffer: Tensor, new: Tensor, first: int) -> Tensor:
         old = Slots(buffer, 2).read(first, self.length)
@@ -204,7 +218,6 @@ class _KeysAndValues(Cache):
         self._store(k.detach(), v.detach())
         self.log.write(self.length, placed, k.shape[2])
         self.length += k.shape[2]
-
 
     def _store(self, k: Tensor, v: Tensor) -> None:
         Slots(self.k, 2).write(self.length, k)
@@ -218,7 +231,14 @@ class KVCache(_KeysAndValues):
     """
 
     def __init__(
-        self, batch: int, capacity: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: Any = None
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: Any = None,
     ) -> None:
         super().__init__(batch, whole("capacity", capacity, 0), kv_heads, key_dim, value_dim, dtype, device)
         self.capacity = capacity
@@ -241,13 +261,20 @@ class KVCache(_KeysAndValues):
 
 
 class WindowCache(_KeysAndValues):
-    """The latest `window` tokens in a ring, for a layer whose own pattern never needs an older one: 2 · B · Hkv · window · D elements.
+    """The latest `window` tokens in a ring, for a layer that needs no older ones: 2 · B · Hkv · window · D elements.
 
     Never full. `length` counts the tokens seen. `crop` raises `CacheError` once what it would need was overwritten.
     """
 
     def __init__(
-        self, batch: int, window: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: Any = None
+        self,
+        batch: int,
+        window: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: Any = None,
     ) -> None:
         super().__init__(batch, whole("window", window, 1), kv_heads, key_dim, value_dim, dtype, device)
         self.window = window
@@ -255,7 +282,9 @@ class WindowCache(_KeysAndValues):
 
     @property
     def first(self) -> int:
-        return max(self.oldest, self.length - (self.window - 1))  # the next query reads itself and window - 1 older tokens
+        return max(
+            self.oldest, self.length - (self.window - 1)
+        )  # the next query reads itself and window - 1 older tokens
 
     def reset(self) -> None:
         super().reset()

@@ -10,14 +10,14 @@ from __future__ import annotations
 from regard.mixers import softmax
 from regard.mixers.base import Record
 
-__all__ = ["CATALOG", "Record", "find"]
+__all__ = ["RECORDS", "Record", "find"]
 
-CATALOG: tuple[Record, ...] = (*softmax.records,)
+RECORDS: tuple[Record, ...] = (*softmax.records,)
 
 
 def find(name: str) -> Record:
     """The record of that name; ValueError lists the names there are."""
-    for record in CATALOG:
+    for record in RECORDS:
         if record.name == name:
             return record
-    raise ValueError(f"name: expected one of {', '.join(record.name for record in CATALOG)}, got {name!r}")
+    raise ValueError(f"name: expected one of {', '.join(record.name for record in RECORDS)}, got {name!r}")

@@ -9,8 +9,8 @@
         │   └── CacheFull                                    more tokens than the cache has room for
         └── CheckpointError      (also ValueError)           a file whose tensors or configuration do not fit
 
-Wrong arguments are plain ``ValueError`` and ``TypeError``; their text names the argument, what came and what is accepted.
-All of them are raised before anything changes.
+Wrong arguments are plain ``ValueError`` and ``TypeError``; their text names the argument, what came and what is
+accepted. All of them are raised before anything changes.
 """
 
 from __future__ import annotations

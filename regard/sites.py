@@ -1,9 +1,9 @@
 """Where the queries and keys of one call stand: the coordinates that masks and biases read.
 
-A call has ``Tq`` query rows and ``Tk`` key columns. Row ``r`` stands at slot ``i = q_start + r`` and column ``c`` at slot
-``j = c`` (``q_start`` defaults to ``Tk - Tq``: the queries are the last slots). In a packed call (`Packing`) ``i`` and ``j``
-are counted inside each segment instead. A `Site` is one tile of pairs as index tensors; a `Span` is the same tile as integer
-ranges, which is all that a block layout needs.
+A call has ``Tq`` query rows and ``Tk`` key columns. Row ``r`` stands at slot ``i = q_start + r`` and column ``c`` at
+slot ``j = c`` (``q_start`` defaults to ``Tk - Tq``: the queries are the last slots). In a packed call (`Packing`)
+``i`` and ``j`` are counted inside each segment instead. A `Site` is one tile of pairs as index tensors; a `Span` is
+the same tile as integer ranges, which is all that a block layout needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Frame", "Packing", "Site", "Span", "can_read"]
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether looking at the values of `tensor` is allowed here: eager mode, on the CPU, outside function transforms."""
+    """Whether the values of `tensor` may be looked at here: eager mode, on the CPU, outside function transforms."""
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
         return False
     return tensor.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -45,7 +45,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Span:
-    """A tile as inclusive integer ranges: slots ``i_low..i_high`` by ``j_low..j_high``, and the rows and columns it covers."""
+    """A tile as inclusive ranges of slots, ``i_low..i_high`` by ``j_low..j_high``, and its rows and columns."""
 
     i_low: int
     i_high: int
@@ -64,7 +64,13 @@ class Span:
         """The same tile in a frame whose slots and columns start `by` earlier."""
         low, high = self.cols
         return Span(
-            self.i_low + by, self.i_high + by, self.j_low + by, self.j_high + by, self.rows, (low + by, high + by), self.ragged
+            self.i_low + by,
+            self.i_high + by,
+            self.j_low + by,
+            self.j_high + by,
+            self.rows,
+            (low + by, high + by),
+            self.ragged,
         )
 
 

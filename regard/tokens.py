@@ -1,6 +1,7 @@
-"""Which tokens of a call are real, which segment each belongs to, and where it stands: the bookkeeping of every layer and cache.
+"""Which tokens are real, which segment each belongs to, and where it stands: the bookkeeping of layers and caches.
 
-`place` turns a call's ``keep``, ``positions`` and ``segments`` into a `Placed`, reading what a cache's `TokenLog` remembers.
+`place` turns a call's ``keep``, ``positions`` and ``segments`` into a `Placed`, reading what a cache's `TokenLog`
+remembers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Slots:
         start, end = first % size, (stop - 1) % size + 1
         if start < end:
             return self.data.narrow(self.axis, start, end - start)
-        return torch.cat((self.data.narrow(self.axis, start, size - start), self.data.narrow(self.axis, 0, end)), self.axis)
+        return torch.cat(
+            (self.data.narrow(self.axis, start, size - start), self.data.narrow(self.axis, 0, end)), self.axis
+        )
 
     def write(self, first: int, values: Tensor) -> None:
         """Put `values` at slots ``first…``; of more than `size` only the latest stay."""
@@ -59,7 +62,7 @@ class Placed:
 
 
 class TokenLog:
-    """What a cache remembers of its tokens: keep, segment id and running count of each slot, once any of them is special."""
+    """What a cache remembers of each slot, once any is special: keep, segment id, running count."""
 
     def __init__(self, batch: int, size: int, device: torch.device | str | None) -> None:
         self.batch, self.size, self.device = batch, size, device
@@ -68,10 +71,12 @@ class TokenLog:
         self.counts: Tensor | None = None
 
     def last(self, length: int) -> tuple[Tensor | None, Tensor | None]:
-        """(next position, segment id) after the latest of `length` tokens, each (B,); None where they are `length` and 0."""
+        """(next position, segment id) after `length` tokens, each (B,); None where they are `length` and 0."""
         if self.counts is None or self.segments is None or not length:
             return None, None
-        return Slots(self.counts, 1).read(length - 1, length)[:, 0], Slots(self.segments, 1).read(length - 1, length)[:, 0]
+        return Slots(self.counts, 1).read(length - 1, length)[:, 0], Slots(self.segments, 1).read(length - 1, length)[
+            :, 0
+        ]
 
     def read(self, first: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         """(keep, segments) of slots ``first..stop``, each (B, stop - first) or None where nothing is special."""
@@ -89,7 +94,9 @@ class TokenLog:
             self.segments = torch.zeros(shape, dtype=torch.long, device=self.device)
             self.counts = torch.zeros(shape, dtype=torch.long, device=self.device)
             first = max(0, length - self.size)
-            Slots(self.counts, 1).write(first, torch.arange(first + 1, length + 1, device=self.device).expand(self.batch, -1))
+            Slots(self.counts, 1).write(
+                first, torch.arange(first + 1, length + 1, device=self.device).expand(self.batch, -1)
+            )
         assert self.segments is not None and self.counts is not None and placed.counts is not None
         keep = torch.ones_like(placed.counts, dtype=torch.bool) if placed.keep is None else placed.keep
         segments = torch.zeros_like(placed.counts) if placed.segments is None else placed.segments
@@ -108,7 +115,7 @@ def place(
     log: TokenLog | None = None,
     length: int = 0,
 ) -> Placed:
-    """Check ``keep``, ``positions`` and ``segments`` (each (B, T) or None) of a call that follows `length` tokens in `log`.
+    """Check keep, positions and segments, each (B, T) or None, of a call that follows `length` tokens in `log`.
 
     The default position of a token is the number of real tokens before it in its segment, the cache's included.
     """
@@ -126,7 +133,9 @@ def place(
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
             raise TypeError(f"{name}: expected an integer tensor {shape}, got {describe(ids)}")
         if ids.shape != shape and not (name == "positions" and ids.shape in ((tokens,), (1, tokens))):
-            raise ValueError(f"{name}: expected shape {shape}, one number per token of this call, got {tuple(ids.shape)}")
+            raise ValueError(
+                f"{name}: expected shape {shape}, one number per token of this call, got {tuple(ids.shape)}"
+            )
     count, last = (None, None) if log is None else log.last(length)
     if segments is not None:
         segments = segments.long()
@@ -152,7 +161,9 @@ def _check_segments(segments: Tensor, last: Tensor | None) -> None:
         raise ValueError("segments: expected ids that never fall within a row, got a smaller id after a larger one")
     floor = torch.zeros_like(segments[:, 0]) if last is None else last
     if last is not None and bool((segments[:, 0] < floor).any()):
-        raise ValueError("segments: the call's first id is smaller than the cache's last one; ids never fall within a row")
+        raise ValueError(
+            "segments: the call's first id is smaller than the cache's last one; ids never fall within a row"
+        )
 
 
 def _running_count(keep: Tensor, segments: Tensor, before: Tensor, last: Tensor) -> Tensor:

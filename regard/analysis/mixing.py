@@ -12,8 +12,8 @@ __all__ = ["mixing_matrix"]
 def mixing_matrix(layer: nn.Module, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """(M, V) with ``M @ V`` what the layer mixes, before norm, gate and output projection.
 
-    M is ``(B, G, Tq, Tk)`` for G heads (or channels), V ``(B, G, Tk, D)``; before dropout; differentiable. `arguments` are the layer's
-    own (mask, keep, positions, segments, context, cache); a cache is left as it is. O(Tq Tk) memory.
+    M is ``(B, G, Tq, Tk)`` for G heads (or channels), V ``(B, G, Tk, D)``; before dropout; differentiable. `arguments`
+    are the layer's own (mask, keep, positions, segments, context, cache); a cache is left as it is. O(Tq Tk) memory.
 
     Raises TypeError for a module that has no ``mixing`` method.
 

@@ -1,7 +1,7 @@
 """Backends: who can run a call, in which order they are asked, and why one says no.
 
-A backend is a module with three functions that read only metadata (device, dtype, shapes, kinds of mask and bias), so that
-choosing traces under ``torch.compile(fullgraph=True)``:
+A backend is a module with three functions that read only metadata (device, dtype, shapes, kinds of mask and bias), so
+that choosing traces under ``torch.compile(fullgraph=True)``:
 
 - ``reject(call) -> str | None``: why it cannot run the call, in one sentence.
 - ``defer(call) -> str | None``: why it would rather not, though it can; it still runs when asked for by name.
@@ -27,7 +27,18 @@ from regard.backends import chunked, flex, reference, sdpa
 from regard.backends.call import AttentionCall
 from regard.errors import BackendUnsupported
 
-__all__ = ["ORDER", "AttentionCall", "Explanation", "Verdict", "count_backends", "explain_call", "names", "run", "select", "use_backend"]
+__all__ = [
+    "ORDER",
+    "AttentionCall",
+    "Explanation",
+    "Verdict",
+    "count_backends",
+    "explain_call",
+    "names",
+    "run",
+    "select",
+    "use_backend",
+]
 
 _BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference}
 ORDER: dict[str, tuple[str, ...]] = {
@@ -59,7 +70,7 @@ def _known(name: str) -> str:
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Inside the block, calls that name no backend use `name`, or raise `BackendUnsupported`; None lifts an outer block.
+    """Inside the block, calls that name no backend use `name` or raise `BackendUnsupported`; None lifts an outer one.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 5, 8)
@@ -86,7 +97,8 @@ def count_backends() -> Iterator[Counter[str]]:
     {'chunked': 1}
     """
     outer: Counter[str] | None = getattr(_local, "counts", None)
-    _local.counts = counts = Counter()
+    counts: Counter[str] = Counter()
+    _local.counts = counts
     try:
         yield counts
     finally:
@@ -115,7 +127,10 @@ class Explanation:
 
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
-        said = ((row.name, "runs it" if row.chosen else row.reason or "could run it; comes later in the order") for row in self.rows)
+        said = (
+            (row.name, "runs it" if row.chosen else row.reason or "could run it; comes later in the order")
+            for row in self.rows
+        )
         return "\n".join(f"{name:<{width}}  {text}" for name, text in said)
 
 

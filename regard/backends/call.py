@@ -102,7 +102,8 @@ class AttentionCall:
 def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     """The share ``sum exp(S) / (sum exp(S) + exp(sink)) = sigmoid(lse - sink)`` that the sink leaves to the keys.
 
-    `lse` (B, Hq, Tq), `sink` (Hq,). 0 where no key is allowed. So a sink is a factor on an ordinary softmax, in any kernel.
+    `lse` (B, Hq, Tq), `sink` (Hq,). 0 where no key is allowed. So a sink is a factor on an ordinary softmax, in any
+    kernel.
     """
     sink = sink.to(lse.dtype).view(1, -1, 1)
     dead = lse == -torch.inf

@@ -1,12 +1,14 @@
 """Blocked online softmax in plain torch, forward and backward: O(T) memory, any device, every mask and bias.
 
-Rows and columns are cut into tiles; a tile that the mask leaves empty is skipped, one that it allows whole is not masked.
+Rows and columns are cut into tiles; a tile that the mask leaves empty is skipped, one that it allows whole is not
+masked.
 
-    m' = max(m, max_j S_ij),   l' = l e^(m - m') + sum_j e^(S_ij - m'),   a' = a e^(m - m') + sum_j e^(S_ij - m') v_j,   Y = a / l
+    m' = max(m, max_j S_ij),   l' = l e^(m - m') + sum_j e^(S_ij - m'),   a' = a e^(m - m') + sum_j e^(S_ij - m') v_j,
+    Y = a / l
 
-Backward recomputes each tile from the log-sum-exp: ``dS = P (dP - rowsum(dY Y) + dlse)``. When the backward pass is itself
-recorded, it goes through the dense definition, which is differentiable. (Milakov and Gimelshein 2018, arXiv:1805.02867;
-Rabe and Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135.)
+Backward recomputes each tile from the log-sum-exp: ``dS = P (dP - rowsum(dY Y) + dlse)``. When the backward pass is
+itself recorded, it goes through the dense definition, which is differentiable. (Milakov and Gimelshein 2018,
+arXiv:1805.02867; Rabe and Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135.)
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ FEW = 65536  # with few rows, columns are widened to about this many scores
 
 def reject(call: AttentionCall) -> str | None:
     """Its loop needs sizes that are numbers, and its backward pass is its own."""
-    if isinstance(call.q.shape[2], torch.SymInt) or isinstance(call.k.shape[2], torch.SymInt):
+    lengths: tuple[Any, ...] = (call.q.shape[2], call.k.shape[2])
+    if any(isinstance(length, torch.SymInt) for length in lengths):
         return "its loop over tiles needs sizes that are numbers, and these are symbols"
     if torch.compiler.is_compiling():
         return None
@@ -77,26 +80,39 @@ class _Chunked(torch.autograd.Function):
         return None, *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
 
 
-def _recorded_backward(call: AttentionCall, tensors: list[Tensor], grads: Any, wanted: Any) -> tuple[Tensor | None, ...]:
+def _recorded_backward(
+    call: AttentionCall, tensors: list[Tensor], grads: Any, wanted: Any
+) -> tuple[Tensor | None, ...]:
     inputs = [t for t, needed in zip(tensors, wanted, strict=True) if needed]
     found = iter(torch.autograd.grad(reference.run(call), inputs, grads, create_graph=True, allow_unused=True))
     return tuple(next(found) if needed else None for needed in wanted)
 
 
-# ---- tiles -------------------------------------------------------------------------------------------------------------
+# ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
 class _Tile:
     """One tile: scores (B, Hkv, G, R, C) of query rows against key columns, and what its gradients need."""
 
-    def __init__(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, rows: tuple[int, int], cols: tuple[int, int], kind: int) -> None:
+    def __init__(
+        self,
+        call: AttentionCall,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: tuple[int, int],
+        cols: tuple[int, int],
+        kind: int,
+    ) -> None:
         self.call, self.rows, self.cols = call, rows, cols
         self.k, self.v = k[:, :, cols[0] : cols[1]], v[:, :, cols[0] : cols[1]]
         self._site: Site | None = None
         allowed = self.grouped(call.effective_mask.allows_at(self.site)) if kind == PARTIAL else None
         if allowed is not None:
             read = allowed.any(-2).any(2).unsqueeze(-1)  # a key that no row here reads may hold anything
-            self.k, self.v = (torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (self.k, self.v))
+            self.k, self.v = (
+                torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (self.k, self.v)
+            )
         scores = torch.matmul(q, self.k.transpose(-1, -2)).unflatten(2, (call.group, -1))
         self.capped: Tensor | None = None
         if call.softcap is not None:
@@ -104,8 +120,8 @@ class _Tile:
             self.capped = scores
         if call.bias is not None:
             scores = scores + self.grouped(call.bias.scores(self.site, scores.dtype))
-        if scores is self.capped:
-            scores = scores.clone()
+        if self.capped is not None and scores is self.capped:
+            scores = self.capped.clone()
         self.scores = scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
 
     @property
@@ -147,7 +163,7 @@ def _tiles(call: AttentionCall) -> Iterator[tuple[tuple[int, int], list[tuple[tu
 
 
 def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    batch, q_heads, kv_heads, q_len, _, v_dim = call.sizes
+    batch, _, kv_heads, q_len, _, v_dim = call.sizes
     q, k, v = _prepare(call)
     out = q.new_zeros(batch, kv_heads, call.group, q_len, v_dim)
     lse = q.new_full((batch, kv_heads, call.group, q_len), -torch.inf)
@@ -163,7 +179,9 @@ def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
             p = (tile.scores.sub_(shift)).exp_()
             part = p.sum(-1, keepdim=True)
             factor = tile.dropout(p.dtype)
-            value = torch.matmul((p if factor is None else p * factor).flatten(2, 3), tile.v).unflatten(2, (call.group, -1))
+            value = torch.matmul((p if factor is None else p * factor).flatten(2, 3), tile.v).unflatten(
+                2, (call.group, -1)
+            )
             if top is None:
                 total, acc = part, value
             else:

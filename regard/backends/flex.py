@@ -65,11 +65,15 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     block_mask = None
     if mask is not None:
         kinds = mask.block_layout(q_len, k_len, 128, batch=batch, heads=q_heads, q_start=start)
-        block_mask = create_block_mask(
-            mask.mask_mod(start), kinds.shape[0] if kinds.shape[0] > 1 else None, kinds.shape[1] if kinds.shape[1] > 1 else None,
-            q_len, k_len, device=str(call.q.device),
-        )  # fmt: skip
-        read = mask.allows_at(call.frame.site()).expand(batch, q_heads, q_len, k_len).flatten(1, 2).any(1)[:, None, :, None]
+        rows, heads = (n if n > 1 else None for n in kinds.shape[:2])
+        device = str(call.q.device)
+        block_mask = create_block_mask(mask.mask_mod(start), rows, heads, q_len, k_len, device=device)
+        read = (
+            mask.allows_at(call.frame.site())
+            .expand(batch, q_heads, q_len, k_len)
+            .flatten(1, 2)
+            .any(1)[:, None, :, None]
+        )
         k, v = (torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (k, v))
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -84,8 +88,14 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     wants_lse = call.return_lse or call.sink is not None
     options: dict[str, Any] = {"return_lse": True} if wants_lse else {}
     result = kernel(
-        call.q.contiguous(), k.contiguous(), v.contiguous(), score_mod=score_mod if cap is not None or bias is not None else None,
-        block_mask=block_mask, scale=call.scale, enable_gqa=call.group > 1, **options,
-    )  # fmt: skip
+        call.q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        score_mod=None if cap is None and bias is None else score_mod,
+        block_mask=block_mask,
+        scale=call.scale,
+        enable_gqa=call.group > 1,
+        **options,
+    )
     out, lse = result if wants_lse else (result, call.q.new_empty(0))
     return out, lse

@@ -1,6 +1,7 @@
 """The definition of softmax attention, written once, dense, in plain torch, for every dtype and every transform.
 
-    S = softcap(scale * Q K^T) + bias,   P_ij = exp(S_ij) [allowed] / (sum_j exp(S_ij) [allowed] + exp(sink)),   Y = dropout(P) V
+    S = softcap(scale * Q K^T) + bias,   P_ij = exp(S_ij) [allowed] / (sum_j exp(S_ij) [allowed] + exp(sink)),   Y =
+    dropout(P) V
 
 A row that may attend to nothing gives 0. Every other backend is compared with this one. Memory O(B Hq Tq Tk).
 """

@@ -48,20 +48,22 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, an empty lse): nobody asks for lse here."""
     q, k, v = call.q, call.k, call.v
     nothing = q.new_empty(0)
-    grouped = {"enable_gqa": True} if call.group > 1 else {}
+    gqa = call.group > 1
     if call.bias is None and call.squarely_causal:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, **grouped), nothing
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa), nothing
     if call.bias is None and call.reads_everything:
-        return F.scaled_dot_product_attention(q, k, v, scale=call.scale, **grouped), nothing
+        return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=gqa), nothing
     batch, q_heads, _, q_len, k_len, _ = call.sizes
     site = call.frame.site()
     extra: Tensor | None = None
     if call.mask is not None:
         extra = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len)
-        read = extra.flatten(1, 2).any(1)[:, None, :, None]  # its kernels multiply by every key: unread ones must be finite
+        read = extra.flatten(1, 2).any(1)[
+            :, None, :, None
+        ]  # its kernels multiply by every key: unread ones must be finite
         k, v = (torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (k, v))
     if call.bias is not None:
         bias = call.bias.scores(site, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
         bias = bias if extra is None else torch.where(extra, bias, -torch.inf)
         extra = bias.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, scale=call.scale, **grouped), nothing
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, scale=call.scale, enable_gqa=gqa), nothing

@@ -1,8 +1,9 @@
 """Masks: which query may attend to which key, as small values that can be read, combined and drawn.
 
-``True`` means *may attend*. ``i`` is the query's slot, ``j`` the key's (see `regard.sites`). Masks combine with ``&``, ``|``
-and ``~``, compare by identity and never change. From a mask's one definition on positions come its dense form
-(`Mask.dense`), its block layout (`Mask.block_layout`), FlexAttention's predicate (`Mask.mask_mod`) and a picture (`Mask.draw`).
+``True`` means *may attend*. ``i`` is the query's slot, ``j`` the key's (see `regard.sites`). Masks combine with ``&``,
+``|`` and ``~``, compare by identity and never change. From a mask's one definition on positions come its dense form
+(`Mask.dense`), its block layout (`Mask.block_layout`), FlexAttention's predicate (`Mask.mask_mod`) and a picture
+(`Mask.draw`).
 
 >>> from regard.masks import Causal, Prefix, Window
 >>> print((Causal() | Prefix(2)).draw(4))

@@ -24,7 +24,7 @@ M = TypeVar("M", bound="Mask")
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A predicate on (batch, head, query slot, key slot). Subclasses give `allows_at`, and `bounds` where blocks can be read."""
+    """A predicate on (batch, head, query slot, key slot); subclasses give `allows_at`, and `bounds` of blocks."""
 
     exact_bounds: ClassVar[bool] = False  # bounds() tells empty, partial and full apart without looking at single pairs
     traceable: ClassVar[bool] = True  # allows_at works on 0-d index tensors inside a compiled kernel
@@ -57,12 +57,18 @@ class Mask:
     # ---- what users call -------------------------------------------------------------------------------------------
 
     def allows(self, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        """Whether query slot `i` may attend to key slot `j` in batch row `b`, head `h`: ints or tensors that broadcast."""
+        """Whether query slot `i` may see key slot `j` in batch row `b`, head `h`: ints or tensors that broadcast."""
         b, h, i, j = (torch.as_tensor(x) for x in (b, h, i, j))
         return self.allows_at(Site(b, h, i, j, i, j))
 
     def dense(
-        self, q_len: int, k_len: int | None = None, *, batch: int = 1, heads: int = 1, q_start: int | Tensor | None = None
+        self,
+        q_len: int,
+        k_len: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        q_start: int | Tensor | None = None,
     ) -> Tensor:
         """The whole mask as bool ``(B, H, Tq, Tk)``; B and H are 1 where the mask is the same for all rows or heads."""
         frame = self._frame(q_len, k_len, batch, heads, q_start)
@@ -81,10 +87,10 @@ class Mask:
         heads: int = 1,
         q_start: int | Tensor | None = None,
     ) -> Tensor:
-        """Blocks of `size` (queries, keys) as int8 ``(B, H, rows, columns)``: 0 empty, 1 partial, 2 full; edge blocks are ragged.
+        """Blocks of `size` (queries, keys) as int8 ``(B, H, rows, columns)``: 0 empty, 1 partial, 2 full.
 
-        Memoised. Masks that read no tensor are answered from their definition; of the others only undecided blocks are evaluated,
-        so the dense form is never held.
+        Memoised. Masks that read no tensor are answered from their definition; of the others only undecided blocks are
+        evaluated, so the dense form is never held.
         """
         from regard.masks.layout import block_layout
 
@@ -95,18 +101,22 @@ class Mask:
             if isinstance(q_start, Tensor):
                 return layout
             self._memo[key] = layout
-        return self._memo[key].clone()
+        known: Tensor = self._memo[key]
+        return known.clone()
 
     def mask_mod(self, q_start: int | Tensor = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """FlexAttention's predicate ``(b, h, q_idx, kv_idx) -> bool`` for queries that start at slot `q_start`."""
 
         def predicate(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             start = q_start[b] if isinstance(q_start, Tensor) else q_start
-            return self.allows_at(Site(b, h, q_idx + start, kv_idx, q_idx, kv_idx))
+            allowed: Tensor = self.allows_at(Site(b, h, q_idx + start, kv_idx, q_idx, kv_idx))
+            return allowed
 
         return predicate
 
-    def draw(self, q_len: int, k_len: int | None = None, *, batch: int = 0, head: int = 0, q_start: int | None = None) -> str:
+    def draw(
+        self, q_len: int, k_len: int | None = None, *, batch: int = 0, head: int = 0, q_start: int | None = None
+    ) -> str:
         """A picture in text, one line per query: ``#`` may attend, ``.`` may not."""
         dense = self.dense(q_len, k_len, batch=batch + 1, heads=head + 1, q_start=q_start)
         rows = dense[min(batch, dense.shape[0] - 1), min(head, dense.shape[1] - 1)].tolist()
@@ -247,7 +257,7 @@ def as_mask(mask: Any) -> Mask | None:
 def split_packing(mask: Mask | None) -> Packing | None:
     """The packing of a `Segments.from_lengths` term, which may only stand in the outermost ``&``."""
     terms = _and_terms(mask) if mask is not None else []
-    found = [term.packing for term in terms if getattr(term, "packing", None) is not None]
+    found: list[Packing] = [term.packing for term in terms if getattr(term, "packing", None) is not None]  # type: ignore[attr-defined]
     if len(found) > 1:
         raise ValueError(f"mask: Segments.from_lengths may stand once in a mask, got it {len(found)} times")
     if any(_holds_packing(child) for term in terms for child in term.children()):

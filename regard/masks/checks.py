@@ -10,7 +10,19 @@ from torch import Tensor
 
 from regard.sites import Site, can_read
 
-__all__ = ["any_all", "describe", "fits", "fits_ids", "is_bool", "is_ids", "label", "lengths", "pick", "same_label", "whole"]
+__all__ = [
+    "any_all",
+    "describe",
+    "fits",
+    "fits_ids",
+    "is_bool",
+    "is_ids",
+    "label",
+    "lengths",
+    "pick",
+    "same_label",
+    "whole",
+]
 
 UNKNOWN = (True, False)  # bounds that promise nothing: some pair may be allowed, not all need be
 
@@ -53,7 +65,9 @@ def is_ids(name: str, tensor: Any, ndims: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise TypeError(f"{name}: expected an integer tensor, got {describe(tensor)}")
     if tensor.ndim not in ndims:
-        raise ValueError(f"{name}: expected {' or '.join(map(str, ndims))} dimensions, the last one tokens, got {describe(tensor)}")
+        raise ValueError(
+            f"{name}: expected {' or '.join(map(str, ndims))} dimensions, the last one tokens, got {describe(tensor)}"
+        )
 
 
 def fits(name: str, tensor: Tensor, sizes: Sequence[int]) -> None:

@@ -21,7 +21,9 @@ class Intervals:
     @classmethod
     def of(cls, *ranges: tuple[int | None, int | None]) -> Intervals:
         """From (low, high) pairs in any order; None is an open end, an empty range is dropped."""
-        return cls._merged((-math.inf if low is None else low, math.inf if high is None else high) for low, high in ranges)
+        return cls._merged(
+            (-math.inf if low is None else low, math.inf if high is None else high) for low, high in ranges
+        )
 
     @classmethod
     def _merged(cls, ranges: Iterable[tuple[float, float]]) -> Intervals:

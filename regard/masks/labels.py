@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +41,9 @@ class Buckets(Mask):
 class Segments(Mask):
     """Equal segment ids, integers (T,) or (B, T).
 
-    With ``k_ids=None`` the ids are per key slot, and query row r has the id of slot ``q_start + r``; else `q_ids` is per row and
-    `k_ids` per column. `Segments.from_lengths` packs sequences instead: then every other mask and the bias of the call count
-    ``i`` and ``j`` inside the segment.
+    With ``k_ids=None`` the ids are per key slot, and query row r has the id of slot ``q_start + r``; else `q_ids` is
+    per row and `k_ids` per column. `Segments.from_lengths` packs sequences instead: then every other mask and the bias
+    of the call count ``i`` and ``j`` inside the segment.
     """
 
     q_ids: Tensor
@@ -57,7 +56,9 @@ class Segments(Mask):
             is_ids("k_ids", self.k_ids, (1, 2))
 
     @classmethod
-    def from_lengths(cls, q_lengths: Sequence[int] | Tensor, k_lengths: Sequence[int] | Tensor | None = None) -> Segments:
+    def from_lengths(
+        cls, q_lengths: Sequence[int] | Tensor, k_lengths: Sequence[int] | Tensor | None = None
+    ) -> Segments:
         """Packed rows (B = 1): sequence n has ``q_lengths[n]`` queries and ``k_lengths[n]`` keys (the same by default).
 
         Only as a term of the outermost ``&`` and without `q_start`. A segment's queries are the last of its slots.
@@ -82,7 +83,9 @@ class Segments(Mask):
                 raise ValueError(f"Segments.from_lengths: packed rows need batch size 1, got {batch}")
             for name, lengths, have in (("q", self.packing.q_lengths, q_len), ("k", self.packing.k_lengths, k_len)):
                 if sum(lengths) != have:
-                    raise ValueError(f"{name}_lengths: they sum to {sum(lengths)}, but the call has {have} {name} tokens")
+                    raise ValueError(
+                        f"{name}_lengths: they sum to {sum(lengths)}, but the call has {have} {name} tokens"
+                    )
             return
         if self.k_ids is None:
             fits_ids("Segments.q_ids (per key slot)", self.q_ids, batch, heads, k_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class KeyPadding(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
-    """``layout[…, i // size, j // size]``: bool (rows, columns) or (B, H, rows, columns); the last block may be ragged."""
+    """``layout[…, i // size, j // size]``, bool (rows, columns) or (B, H, rows, columns); the last may be ragged."""
 
     layout: Tensor
     size: int
@@ -53,7 +53,9 @@ class Blocks(Mask):
             fits(f"{type(self).__name__}.layout", self.layout, (batch, heads, *self.layout.shape[2:]))
         need = -(-k_len // self.size)
         if self.layout.shape[-1] < need:
-            raise ValueError(f"layout: {k_len} keys in blocks of {self.size} need {need} columns, got {self.layout.shape[-1]}")
+            raise ValueError(
+                f"layout: {k_len} keys in blocks of {self.size} need {need} columns, got {self.layout.shape[-1]}"
+            )
 
     def allows_at(self, site: Site) -> Tensor:
         rows = self.layout.shape[-2]
@@ -66,11 +68,13 @@ class Blocks(Mask):
         first, last = span.i_low // self.size, span.i_high // self.size + 1
         if first < 0 or last > self.layout.shape[-2]:
             return UNKNOWN
-        return any_all(self, self.layout, (..., slice(first, last), slice(span.j_low // self.size, span.j_high // self.size + 1)))
+        return any_all(
+            self, self.layout, (..., slice(first, last), slice(span.j_low // self.size, span.j_high // self.size + 1))
+        )
 
 
 class RandomBlocks(Blocks):
-    """`per_row` random key blocks for every query block of a sequence of `length`; drawn from `seed`, kept in ``layout``.
+    """`per_row` random key blocks for each query block of a sequence; drawn from `seed`, kept in ``layout``.
 
     Drawn separately for each of `heads` heads, without replacement, from a generator of its own.
     """
@@ -134,8 +138,15 @@ class Edges(Mask):
     traceable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.index.ndim != 2 or self.index.shape[0] != 2 or self.index.is_floating_point() or self.index.dtype == torch.bool:
-            raise ValueError(f"index: expected an integer tensor (2, E), row 0 sources, row 1 targets, got {describe(self.index)}")
+        if (
+            self.index.ndim != 2
+            or self.index.shape[0] != 2
+            or self.index.is_floating_point()
+            or self.index.dtype == torch.bool
+        ):
+            raise ValueError(
+                f"index: expected an integer tensor (2, E), row 0 sources, row 1 targets, got {describe(self.index)}"
+            )
 
     def allows_at(self, site: Site) -> Tensor:
         i, j = torch.broadcast_tensors(site.i, site.j)
@@ -143,12 +154,14 @@ class Edges(Mask):
             return torch.zeros_like(i, dtype=torch.bool)
         if "codes" not in self._memo:
             source, target = self.index.long()
-            width = int(self.index.max()) + 1
-            self._memo["codes"] = (width, (target * width + source).sort().values)
-        width, codes = self._memo["codes"]
+            self._memo["width"] = int(self.index.max()) + 1
+            self._memo["codes"] = (target * self._memo["width"] + source).sort().values
+        width: int = self._memo["width"]
+        codes: Tensor = self._memo["codes"]
         wanted = i * width + j
         at = torch.searchsorted(codes, wanted.contiguous()).clamp(max=codes.numel() - 1)
-        return (codes[at] == wanted) & (i >= 0) & (j >= 0) & (i < width) & (j < width)
+        inside = (i >= 0) & (j >= 0) & (i < width) & (j < width)
+        return torch.eq(codes[at], wanted) & inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,11 +173,13 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         if isinstance(self.tensor, Tensor) and self.tensor.ndim == 3:
             raise ValueError(
-                f"mask: a 3-D mask is ambiguous, got {describe(self.tensor)}; add the missing axis: mask[:, None] for one mask per"
-                " batch row, mask[None] for one per head"
+                f"mask: a 3-D mask is ambiguous, got {describe(self.tensor)}; add the missing axis:"
+                " mask[:, None] for one per batch row, mask[None] for one per head"
             )
         if isinstance(self.tensor, Tensor) and self.tensor.is_floating_point():
-            raise TypeError(f"mask: expected a bool tensor, got {describe(self.tensor)}; a float tensor is a bias: pass it as bias=")
+            raise TypeError(
+                f"mask: expected a bool tensor, got {describe(self.tensor)}; a float tensor is a bias: pass it as bias="
+            )
         is_bool("mask", self.tensor, (2, 4), "(Tq, Tk) or (B, H, Tq, Tk)")
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
@@ -182,7 +197,7 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Predicate(Mask):
-    """Any function ``fn(b, h, i, j) -> bool tensor`` on broadcasting index tensors; runs on `reference` and `chunked`."""
+    """Any ``fn(b, h, i, j) -> bool tensor`` on broadcasting index tensors; runs on `reference` and `chunked`."""
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     traceable: ClassVar[bool] = False

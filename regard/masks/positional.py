@@ -88,7 +88,9 @@ class _KeysBefore(Mask):
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         if isinstance(self.n, Tensor) and self.n.shape[0] not in (1, batch):
-            raise ValueError(f"{type(self).__name__}.n: expected {batch} numbers, one per batch row, got {self.n.shape[0]}")
+            raise ValueError(
+                f"{type(self).__name__}.n: expected {batch} numbers, one per batch row, got {self.n.shape[0]}"
+            )
 
     def allows_at(self, site: Site) -> Tensor:
         n = self.n

@@ -16,8 +16,8 @@ __all__ = ["Record", "check_tokens"]
 class Record:
     """One mechanism in the catalogue: what it is, where it comes from, and how to build a layer of it.
 
-    `build(dim, heads)` makes a layer with the published defaults. The flags say which free checks apply; a check that does not
-    apply has its reason in `exempt`, name to sentence.
+    `build(dim, heads)` makes a layer with the published defaults. The flags say which free checks apply; a check that
+    does not apply has its reason in `exempt`, name to sentence.
     """
 
     name: str

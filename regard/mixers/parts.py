@@ -14,7 +14,7 @@ __all__ = ["Projections", "RMSNorm", "Scores", "merge_heads", "split_heads"]
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in at least float32; with `unit_offset`, ``* (1 + weight)``.
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, or ``* (1 + weight)`` with `unit_offset`.
 
     Zhang and Sennrich 2019, arXiv:1910.07467. The offset form is Gemma's and Qwen3-Next's: their weights start at 0.
 
@@ -48,7 +48,8 @@ class Projections:
         out: there is an output projection at all (BERT's self-attention module has none of its own).
         context_dim: width of the context that keys and values are made from; the layer's own by default.
         gate: the output is multiplied by ``sigmoid(gate_proj(x))``, per head and channel, before the output projection.
-        norm: a module factory; ``norm(width)`` normalises queries, and another keys, after the projection, before rotation.
+        norm: a module factory; ``norm(width)`` normalises queries, and another keys, after the projection, before
+            rotation.
         norm_over: ``"head"`` normalises each head, ``"all"`` the whole projection.
         clip: q, k, v are clamped to ``[-clip, clip]`` after the projection.
     """
@@ -73,7 +74,7 @@ class Projections:
 
 @dataclass(frozen=True)
 class Scores:
-    """What happens to the scores of a softmax layer: see `regard.attention` for each; `sink` is a learned logit per head."""
+    """What happens to a layer's scores, as in `regard.attention`; `sink` is a learned logit per head."""
 
     scale: float | None = None
     softcap: float | None = None
@@ -89,7 +90,8 @@ class Scores:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(B, T, heads * D) as (B, heads, T, D), a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    batch, tokens, width = x.shape
+    return x.view(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

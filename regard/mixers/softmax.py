@@ -1,6 +1,7 @@
 """Multi-head softmax attention: MHA, MQA and GQA, self and cross.
 
-    Q = x W_q,  K = c W_k,  V = c W_v (c = x or a context),   Y = concat_h(softmax(Q_h K_g(h)^T s + …) V_g(h)) W_o,   g(h) = h // (H / Hkv)
+    Q = x W_q,  K = c W_k,  V = c W_v (c = x or a context),   Y = concat_h(softmax(Q_h K_g(h)^T s + …) V_g(h)) W_o,
+    g(h) = h // (H / Hkv)
 
 Vaswani et al. 2017, arXiv:1706.03762 (multi-head); Shazeer 2019, arXiv:1911.02150 (multi-query); Ainslie et al. 2023,
 arXiv:2305.13245 (grouped-query).
@@ -22,13 +23,13 @@ from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
-from regard.tokens import Placed, place
+from regard.tokens import place
 
 __all__ = ["MultiHeadAttention", "records"]
 
 
 class MultiHeadAttention(nn.Module):
-    """Softmax attention with projections: ``layer(x, context=None, *, mask, keep, positions, segments, cache) -> (B, T, dim)``.
+    """Softmax attention with its projections, self or cross, with any grouping of heads; ``(B, T, dim)`` in and out.
 
     Args:
         dim: width of the tokens.
@@ -38,13 +39,14 @@ class MultiHeadAttention(nn.Module):
         projections: `Projections`: biases, output gate, q/k norm, clipping, context width.
         scores: `Scores`: scale, softcap, sinks, dropout (in training only).
         mask: the layer's own pattern, such as ``Causal()`` or ``Window(128)``; a mask given at the call is ANDed on.
-        bias: a `regard.biases` object, or a module whose ``forward()`` gives one (a learned table, shared between layers or not).
+        bias: a `regard.biases` object, or a module whose ``forward()`` gives one (a learned table, shared between
+            layers or not).
         rotary: a `regard.positions.Rotary` that turns queries and keys by their positions.
 
     Parameters: ``q_proj k_proj v_proj o_proj`` (heads contiguous), ``gate_proj``, ``q_norm k_norm``, ``sink``.
 
-    With a context, keys and values come from it, nothing is rotated, and queries stand at slots 0, 1, …, so any split of x into
-    calls gives the same result. Masks and biases count slots, padding included.
+    With a context, keys and values come from it, nothing is rotated, and queries stand at slots 0, 1, …, so any split
+    of x into calls gives the same result. Masks and biases count slots, padding included.
 
     >>> import torch, regard
     >>> layer = MultiHeadAttention(64, 8, kv_heads=2, mask=regard.masks.Causal(), rotary=regard.positions.Rotary(8))
@@ -104,7 +106,9 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | WindowCache | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim). See the class for the arguments' meanings."""
-        q, held, options = self._read(x, context, mask=mask, keep=keep, positions=positions, segments=segments, cache=cache)
+        q, held, options = self._read(
+            x, context, mask=mask, keep=keep, positions=positions, segments=segments, cache=cache
+        )
         out = attention(q, held.k, held.v, dropout_p=self.scores.dropout if self.training else 0.0, **options)
         if cache is not None:
             cache.commit(*held.fresh)
@@ -115,17 +119,22 @@ class MultiHeadAttention(nn.Module):
         return self._write(x, out)
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
-        """(M (B, H, Tq, Tk), V (B, H, Tk, D)): the weights before dropout, and what they mix. A cache is left as it is."""
+        """(M (B, H, Tq, Tk), V (B, H, Tk, D)): the weights before dropout and what they mix; a cache stays as it is."""
         q, held, options = self._read(x, context, **arguments)
         _, weights, _ = attention_weights(q, held.k, held.v, **options)
         v = held.v.to(weights.dtype).repeat_interleave(self.heads // self.kv_heads, 1)
         read = (weights != 0).any(-2).any(1)[:, None, :, None]
         return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
 
+    @property
+    def context_dim(self) -> int:
+        """Width of the context that keys and values are made from."""
+        return self.k_proj.in_features
+
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> KVCache | WindowCache:
-        """An empty cache for `batch` rows: a ring where the layer's own pattern never needs an older token, else `capacity` tokens."""
+        """An empty cache for `batch` rows: a ring if the own pattern bounds the distance, else `capacity` tokens."""
         weight = self.k_proj.weight
         where = (self.kv_heads, self.head_dim, self.head_dim, dtype or weight.dtype, device or weight.device)
         window = reach(self.mask) if self.mask is not None else None
@@ -151,32 +160,51 @@ class MultiHeadAttention(nn.Module):
             held = self._read_context(x, context, keep=keep, segments=segments, cache=cache)
             q, start = self._queries(x, None), cache.asked if cache is not None else 0
         else:
-            given: dict[str, Tensor | None] = {"keep": keep, "positions": positions, "segments": segments}
+            given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
             batch, tokens, _ = x.shape
-            placed = place(batch, tokens, x.device, **given) if cache is None else cache.place(batch, tokens, x.device, **given)
+            placed = (
+                place(batch, tokens, x.device, **given)
+                if cache is None
+                else cache.place(batch, tokens, x.device, **given)
+            )
             q, (k, v) = self._queries(x, placed.positions), self._keys(x, placed.positions)
             held = Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
             start = (0 if cache is None else cache.length) - held.first
-        options: dict[str, Any] = {"scale": self.scores.scale, "softcap": self.scores.softcap, "sink": self.sink, "q_start": start}
+        options: dict[str, Any] = {
+            "scale": self.scores.scale,
+            "softcap": self.scores.softcap,
+            "sink": self.sink,
+            "q_start": start,
+        }
         options["mask"] = self._mask(mask, held, x)
         bias = self.bias() if isinstance(self.bias, nn.Module) else self.bias
         options["bias"] = None if bias is None else bias.moved(held.first).to(x.device)
         return q, held, options
 
     def _read_context(
-        self, x: Tensor, context: Tensor | None, *, keep: Tensor | None, segments: Tensor | None, cache: KVCache | WindowCache | None
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        *,
+        keep: Tensor | None,
+        segments: Tensor | None,
+        cache: KVCache | WindowCache | None,
     ) -> Held:
         if segments is not None:
             raise ValueError("segments: with a context they have no meaning; mask the context with keep or mask")
         if context is None:
             assert cache is not None
             if keep is not None:
-                raise ValueError("keep: it describes the context's tokens, and the context was written by an earlier call")
+                raise ValueError(
+                    "keep: it describes the context's tokens, and the context was written by an earlier call"
+                )
             first = self.k_proj.weight.new_zeros(x.shape[0], self.kv_heads, 0, self.head_dim)
             placed = cache.place(x.shape[0], 0, x.device)
             return cache.extend(first, first, placed)
         if cache is not None and (cache.context or cache.length):
-            raise ValueError("context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first")
+            raise ValueError(
+                "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"
+            )
         check_tokens("context", context, self.k_proj.in_features, x)
         placed = place(context.shape[0], context.shape[1], context.device, keep=keep)
         k, v = self._keys(context, None)
@@ -276,7 +304,12 @@ records = (
         summary="attention with a learned sink logit per head",
         source="OpenAI 2025, gpt-oss; Xiao et al. 2023, arXiv:2309.17453",
         build=lambda dim, heads: MultiHeadAttention(
-            dim, heads, mask=Causal(), scores=Scores(sink=True), projections=Projections(bias=True), rotary=Rotary(dim // heads)
+            dim,
+            heads,
+            mask=Causal(),
+            scores=Scores(sink=True),
+            projections=Projections(bias=True),
+            rotary=Rotary(dim // heads),
         ),
         causal=True,
     ),
@@ -311,7 +344,9 @@ records = (
         name="cross",
         summary="cross-attention: keys and values from a context, written to the cache once",
         source="Vaswani et al. 2017, arXiv:1706.03762",
-        build=lambda dim, heads: MultiHeadAttention(dim, heads, projections=Projections(bias=True, context_dim=dim + 4)),
+        build=lambda dim, heads: MultiHeadAttention(
+            dim, heads, projections=Projections(bias=True, context_dim=dim + 4)
+        ),
         causal=False,
         context=True,
         counts_slots=False,

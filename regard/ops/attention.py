@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -38,33 +37,36 @@ def attention(
 ) -> Any:
     """Softmax attention, ``softmax(softcap(scale * Q K^T) + bias, over allowed keys) V``.
 
-    ``S = softcap * tanh(scale * Q K^T / softcap) + bias``, then the mask, then a softmax over the keys (with ``exp(sink_h)``
-    added to the denominator), then dropout, then V. Sums are kept in float32, or float64 for float64 inputs.
+    ``S = softcap * tanh(scale * Q K^T / softcap) + bias``, then the mask, then a softmax over the keys (with
+    ``exp(sink_h)`` added to the denominator), then dropout, then V. Sums are kept in float32, or float64 for float64
+    inputs.
 
     Args:
-        q, k, v: ``(B, Hq, Tq, Dk)``, ``(B, Hkv, Tk, Dk)``, ``(B, Hkv, Tk, Dv)``, one floating dtype, any strides. Query head h
-            reads key head ``h // (Hq // Hkv)``; heads are never copied.
-        mask: a `regard.masks` object, or a bool tensor ``(Tq, Tk)`` or one that broadcasts to ``(B, Hq, Tq, Tk)``; True = may attend.
+        q, k, v: ``(B, Hq, Tq, Dk)``, ``(B, Hkv, Tk, Dk)``, ``(B, Hkv, Tk, Dv)``, one floating dtype, any strides.
+            Query head h reads key head ``h // (Hq // Hkv)``; heads are never copied.
+        mask: a `regard.masks` object, or a bool tensor ``(Tq, Tk)`` or one that broadcasts to ``(B, Hq, Tq, Tk)``;
+            True = may attend.
         bias: a `regard.biases` object, or a float tensor of such a shape; -inf masks.
         scale: factor on ``Q K^T``; ``Dk ** -0.5`` by default.
         softcap: bound on the scores, > 0; None or inf for none.
         sink: a logit per query head ``(Hq,)`` that takes its share of the softmax and gives nothing.
         dropout_p: the share of weights dropped, in [0, 1]; 0 draws no random number.
-        q_start: the key slot at which query 0 stands, an int or ``(B,)``; ``Tk - Tq`` by default: the queries are the last slots.
+        q_start: the key slot at which query 0 stands, an int or ``(B,)``; ``Tk - Tq`` by default: the queries are the
+            last slots.
         return_lse: also return the log-sum-exp of the scores over the allowed keys (the sink excluded), differentiable.
         backend: a backend by name instead of the first that can.
 
     Returns:
-        ``(B, Hq, Tq, Dv)`` in q's dtype; with `return_lse`, also ``(B, Hq, Tq)`` in nats, in the compute dtype, -inf where no key is
-        allowed. A row that may attend to nothing is exactly 0 with zero gradients. Keys that no query of their batch row may read
-        may hold anything.
+        ``(B, Hq, Tq, Dv)`` in q's dtype; with `return_lse`, also ``(B, Hq, Tq)`` in nats, in the compute dtype, -inf
+        where no key is allowed. A row that may attend to nothing is exactly 0 with zero gradients. Keys that no query
+        of their batch row may read may hold anything.
 
     Raises:
         ValueError, TypeError: an argument of the wrong shape, type or range; the text names it.
         BackendUnsupported: `backend` (or `use_backend`) names one that cannot run the call.
 
-    Cost: 2 B Hq Tq Tk (Dk + Dv) FLOPs less what the mask's empty blocks save; O(Tq + Tk) memory beside the inputs on every backend
-    but `reference`.
+    Cost: 2 B Hq Tq Tk (Dk + Dv) FLOPs less what the mask's empty blocks save; O(Tq + Tk) memory beside the inputs on
+        every backend but `reference`.
 
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 
@@ -97,8 +99,9 @@ def attention_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention` and its weights: ``(out, weights, lse)``; for looking, so `out` is what `attention` gives.
 
-    Weights are ``(B, Hq, Tq, Tk)`` in the compute dtype, before dropout and without the sink's column (with a sink, rows sum to
-    less than 1), differentiable, with O(Tq Tk) memory. Arguments and errors as `attention` (`return_lse` changes nothing here).
+    Weights are ``(B, Hq, Tq, Tk)`` in the compute dtype, before dropout and without the sink's column (with a sink,
+    rows sum to less than 1), differentiable, with O(Tq Tk) memory. Arguments and errors as `attention` (`return_lse`
+    changes nothing here).
 
     >>> import torch, regard
     >>> q = torch.randn(1, 1, 3, 4)
@@ -148,7 +151,17 @@ def _finish(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, bias: Any, scale: Any, softcap: Any, sink: Any, dropout_p: Any, q_start: Any, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    bias: Any,
+    scale: Any,
+    softcap: Any,
+    sink: Any,
+    dropout_p: Any,
+    q_start: Any,
+    lse: bool,
 ) -> AttentionCall:
     """The checked record of a call."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -172,11 +185,15 @@ def _call(
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected {tuple(k.shape[:3])} before the value size, as k has, got {tuple(v.shape)}")
     if not kv_heads or q_heads % kv_heads:
-        raise ValueError(f"k: the number of query heads must be a multiple of the key heads, got Hq={q_heads}, Hkv={kv_heads}")
+        raise ValueError(
+            f"k: the number of query heads must be a multiple of the key heads, got Hq={q_heads}, Hkv={kv_heads}"
+        )
     mask, bias = as_mask(mask), as_bias(bias)
     packing = split_packing(mask) if mask is not None else None
     if packing is not None and q_start is not None:
-        raise ValueError("q_start: packed lengths place the queries themselves; leave q_start=None with Segments.from_lengths")
+        raise ValueError(
+            "q_start: packed lengths place the queries themselves; leave q_start=None with Segments.from_lengths"
+        )
     for part in (mask, bias):
         if part is not None:
             part.check(batch, q_heads, q_len, k_len)
@@ -233,4 +250,4 @@ def _start(q_start: Any, batch: int, default: int) -> int | Tensor:
         return q_start.expand(batch) if q_start.ndim else q_start.reshape(1).expand(batch)
     if isinstance(q_start, bool) or not isinstance(q_start, (int, torch.SymInt)):
         raise TypeError(f"q_start: expected an int or an integer tensor ({batch},), got {describe(q_start)}")
-    return q_start
+    return q_start  # type: ignore[return-value]  # a SymInt stands for an int

@@ -1,0 +1,16 @@
+"""The contract as checks: run them on regard's layers, or on your own.
+
+>>> import regard
+>>> from regard.testing import Subject, run_checks
+>>> subject = Subject.of(regard.catalog.find("mqa"))
+>>> [result.name for result in run_checks(subject, only=["causality", "splits"]) if not result.passed]
+[]
+
+A check raises `ContractViolation`, whose text says what was done and by how much the answer was off. `Subject` describes a
+layer: how to make one, and which promises it gives.
+"""
+
+from regard.testing.checks import CHECKS, Check, Result, run_checks
+from regard.testing.subject import ContractViolation, Subject
+
+__all__ = ["CHECKS", "Check", "ContractViolation", "Result", "Subject", "run_checks"]

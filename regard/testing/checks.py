@@ -1,0 +1,105 @@
+"""The list of checks, when each applies, and a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from regard.testing import modules, numerics, sequence
+from regard.testing.subject import ContractViolation, Subject
+
+__all__ = ["CHECKS", "Check", "Result", "run_checks"]
+
+
+def _always(subject: Subject) -> str | None:
+    return None
+
+
+def _cached(subject: Subject) -> str | None:
+    return None if subject.cached else "it does not decode with a cache"
+
+
+def _causal(subject: Subject) -> str | None:
+    return None if subject.causal else "it is not causal"
+
+
+def _alone(subject: Subject) -> str | None:
+    return "keep and segments of a layer with a context describe the context" if subject.context else None
+
+
+def _no_slots(subject: Subject) -> str | None:
+    if subject.counts_slots:
+        return "its masks or biases count slots, so padding between tokens moves them"
+    return _alone(subject)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: `run` raises `ContractViolation` when a subject breaks it; `skip` says why it does not apply, or None."""
+
+    name: str
+    run: Callable[[Subject], None]
+    applies: Callable[[Subject], str | None] = _always
+    slow: bool = False
+
+    def skip(self, subject: Subject) -> str | None:
+        """Why this check does not apply to `subject`, or None."""
+        return subject.exempt.get(self.name) or self.applies(subject)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("causality", sequence.causality, _causal),
+    Check("batch_independence", sequence.batch_independence),
+    Check("splits", sequence.splits, _cached),
+    Check("left_padding", sequence.left_padding, _alone),
+    Check("right_padding", sequence.right_padding, _alone),
+    Check("interior_padding", sequence.interior_padding, _no_slots),
+    Check("packed", sequence.packed, _alone),
+    Check("reorder", sequence.reorder, _cached),
+    Check("cache_rules", sequence.cache_rules, _cached),
+    Check("backends_agree", numerics.backends_agree),
+    Check("gradients", numerics.gradients),
+    Check("second_gradients", numerics.second_gradients),
+    Check("low_precision", numerics.low_precision),
+    Check("strides", numerics.strides),
+    Check("unwritten_memory", numerics.unwritten_memory),
+    Check("empty_inputs", numerics.empty_inputs),
+    Check("mixing", numerics.mixing),
+    Check("copies", modules.copies),
+    Check("meta_device", modules.meta_device),
+    Check("compiled", modules.compiled),
+    Check("error_texts", modules.error_texts),
+    Check("inductor", modules.inductor, slow=True),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check found: `passed` True, False, or None where it does not apply; `text` is the violation or the reason."""
+
+    name: str
+    passed: bool | None
+    text: str
+
+
+def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: bool = False) -> list[Result]:
+    """Run the checks (those named in `only`, else all that are not slow) on a subject; nothing is raised."""
+    wanted = None if only is None else set(only)
+    unknown = (wanted or set()) - {check.name for check in CHECKS}
+    if unknown:
+        raise ValueError(f"only: expected names of checks, got {', '.join(sorted(unknown))}")
+    results = []
+    for check in CHECKS:
+        if check.name not in wanted if wanted is not None else check.slow and not slow:
+            continue
+        reason = check.skip(subject)
+        if reason is not None:
+            results.append(Result(check.name, None, reason))
+            continue
+        try:
+            check.run(subject)
+        except ContractViolation as violation:
+            results.append(Result(check.name, False, str(violation)))
+        else:
+            results.append(Result(check.name, True, (check.run.__doc__ or "").strip()))
+    return results

@@ -62,7 +62,9 @@ def test_pickles_are_never_opened(folder):
     refuses(folder, "no weights; accepted: model.safetensors.*pytorch_model.bin, which are never opened")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "list", "bytes", "deep"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "list", "bytes", "deep"]
+)
 def test_config_that_is_no_json_object(folder, content):
     (folder / "config.json").write_bytes(content)
     refuses(folder, "config.json")
@@ -119,8 +121,14 @@ OPTIONS = {
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not supported; accepted: a positive integer"),
     "text": ({"hidden_size": "wide"}, "hidden_size='wide'"),
     "flag": ({"attention_bias": "yes"}, "attention_bias='yes'"),
-    "heads": ({"num_key_value_heads": 3}, "num_key_value_heads=3 is not supported; accepted: a divisor of num_attention_heads=4"),
-    "rope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported; accepted: default"),
+    "heads": (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads=3 is not supported; accepted: a divisor of num_attention_heads=4",
+    ),
+    "rope": (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_type='longrope' is not supported; accepted: default",
+    ),
     "rope option": ({"rope_parameters": {"rope_type": "default", "twist": 2}}, "unknown option twist=2"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
     "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -140,7 +148,15 @@ def test_options_are_never_passed_over(folder, case):
 
 
 def test_options_that_change_nothing(folder):
-    configure(folder, sliding_window=None, some_flag=False, rope_scaling=None, num_key_value_heads=2, use_cache=False, _name_or_path="x")
+    configure(
+        folder,
+        sliding_window=None,
+        some_flag=False,
+        rope_scaling=None,
+        num_key_value_heads=2,
+        use_cache=False,
+        _name_or_path="x",
+    )
     load(folder)
 
 

@@ -120,7 +120,11 @@ def test_text_streams_and_stop_strings(speaking):
     assert running.ids == whole.ids
     assert running.finish == "length"
     for stop in (whole.text[2:5], whole.text[3], ["zzzzzz", whole.text[1:4], whole.text[2:3]]):
-        ends = [(whole.text.find(s) + len(s), whole.text.find(s)) for s in ([stop] if isinstance(stop, str) else stop) if s in whole.text]
+        ends = [
+            (whole.text.find(s) + len(s), whole.text.find(s))
+            for s in ([stop] if isinstance(stop, str) else stop)
+            if s in whole.text
+        ]
         _, first = min(ends)  # the one that is complete first
         cut = generate(speaking, "ab", max_tokens=40, end_ids=(), stop=stop)[0]
         assert (cut.text, cut.finish) == (whole.text[:first], "stop")

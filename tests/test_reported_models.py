@@ -148,7 +148,7 @@ def test_H32_a_failing_call_changes_no_layer():
     handle.remove()
     assert [c.length for c in cache] == [5, 5, 5]
     close(model(ids[:, 5:], cache=cache), model(ids)[:, 5:])
-    for bad in (dict(keep=torch.ones(2, 3, dtype=torch.bool)), dict(segments=torch.tensor([[0], [1]]))):
+    for bad in ({"keep": torch.ones(2, 3, dtype=torch.bool)}, {"segments": torch.tensor([[0], [1]])}):
         with pytest.raises(ValueError):
             model(ids[:, :4], cache=model.init_cache(2, 9), **bad)
     cache.crop(5)
@@ -274,7 +274,12 @@ def test_H36c_tied_tensors_share_storage_for_good(stored, tmp_path):
     model = load(edited(tmp_path, "falcon", one_name))
     want = load(CHECKPOINTS / "falcon")(torch.tensor([[1, 2, 3]]))
     assert torch.equal(model(torch.tensor([[1, 2, 3]])), want)
-    for other in (model, copy.deepcopy(model), copy.deepcopy(model).to(torch.float64), pickle.loads(pickle.dumps(model))):
+    for other in (
+        model,
+        copy.deepcopy(model),
+        copy.deepcopy(model).to(torch.float64),
+        pickle.loads(pickle.dumps(model)),
+    ):
         before = other(torch.tensor([[4]]))
         with torch.no_grad():
             other.embedding.tokens.weight[7] += 1.0

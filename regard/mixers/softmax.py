@@ -206,7 +206,8 @@ class MultiHeadAttention(nn.Module):
                 "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"
             )
         check_tokens("context", context, self.k_proj.in_features, x)
-        placed = place(context.shape[0], context.shape[1], context.device, keep=keep)
+        sizes = (context.shape[0], context.shape[1], context.device)
+        placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
         k, v = self._keys(context, None)
         return Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
 

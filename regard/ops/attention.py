@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -77,7 +78,7 @@ def attention(
     torch.Size([1, 8, 16, 32])
     """
     call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
-    with torch.autocast(call.q.device.type, enabled=False):
+    with _plain(call.q):
         out, lse = _finish(call, *backends.run(call, backend))
     return (out, lse) if return_lse else out
 
@@ -110,7 +111,7 @@ def attention_weights(
     True
     """
     call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
-    with torch.autocast(call.q.device.type, enabled=False):
+    with _plain(call.q):
         out, _ = _finish(call, *backends.run(call, backend))
         weights, lse = reference.weights(call)
     return out, weights, lse
@@ -144,6 +145,15 @@ def explain(
     return backends.explain_call(call, backend)
 
 
+def _autocast(x: Tensor) -> bool:
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
+def _plain(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, autocast is off: it would lower the sums that are kept in the compute dtype."""
+    return torch.autocast(x.device.type, enabled=False) if _autocast(x) else contextlib.nullcontext()
+
+
 def _finish(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     if call.sink is not None:
         out = out * sink_share(lse, call.sink).unsqueeze(-1)
@@ -169,7 +179,7 @@ def _call(
             raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
         if x.ndim != 4:
             raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
-    if torch.is_autocast_enabled(q.device.type):
+    if _autocast(q):
         low = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(low) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (q, k, v))
     if not (q.dtype == k.dtype == v.dtype):

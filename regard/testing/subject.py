@@ -27,8 +27,9 @@ def close(what: str, got: Tensor, want: Tensor, tolerance: float = 1e-10) -> Non
         raise ContractViolation(f"{what}: {int((~torch.isfinite(got)).sum())} entries are not finite")
     if not got.numel():
         return
-    off = float((got.double() - want.double()).abs().max())
-    limit = tolerance * max(1.0, float(want.double().abs().max()))
+    got, want = got.detach().double(), want.detach().double()
+    off = float((got - want).abs().max())
+    limit = tolerance * max(1.0, float(want.abs().max()))
     if off > limit:
         raise ContractViolation(f"{what}: off by {off:.3g}, allowed {limit:.3g}")
 

@@ -1,8 +1,8 @@
 """Every tiny checkpoint below $REGARD_CHECKPOINTS (default tests/checkpoints), against what another library answered.
 
 A folder holds a checkpoint, ``expected.safetensors`` (``input.*``: arguments of the call, ``output.*``: the answer) and
-``expected.json``. Its name is a label; ``config.json`` says what it is. A folder whose family has no layout is skipped and named
-in the summary.
+``expected.json``. Its name is a label; ``config.json`` says what it is. A folder whose family has no layout is skipped
+and named in the summary.
 """
 
 import json
@@ -33,11 +33,13 @@ def model_of(folder, dtype=torch.float32):
 
 @lru_cache
 def case(folder):
-    """The tensors, and the tolerance: 20 times the peer's own spread between float32 and float64, at least 1e-5 of its size."""
+    """The tensors, and the tolerance: 20 times the peer's own float32-float64 spread, at least 1e-5 of its size."""
     tensors = load_file(folder / "expected.safetensors")
     about = json.loads((folder / "expected.json").read_text())
     spread = about.get("float32_vs_float64") or 0.0
-    largest = about.get("max_abs") or max(float(t.abs().max()) for n, t in tensors.items() if n.startswith("output.log"))
+    largest = about.get("max_abs") or max(
+        float(t.abs().max()) for n, t in tensors.items() if n.startswith("output.log")
+    )
     return tensors, max(20 * spread, 1e-5 * largest)
 
 

@@ -36,35 +36,70 @@ CASES = {
     "llama-wide-heads-relu2": ("Llama", {**LLAMA, "head_dim": 10, "hidden_act": "relu2", "rms_norm_eps": 1e-2}),
     "llama-mha": ("Llama", {**LLAMA, "num_key_value_heads": None, "hidden_act": "gelu_new"}),
     "llama-llama3": ("Llama", {**LLAMA, "rope_parameters": LLAMA3}),
-    "llama-linear": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}),
-    "llama-dynamic": ("Llama", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-linear": (
+        "Llama",
+        {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "llama-yarn": ("Llama", {**LLAMA, "rope_parameters": YARN}),
-    "llama-yarn-mscale": ("Llama", {**LLAMA, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {**LLAMA, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False}},
+    ),
     "mistral-window": ("Mistral", {**LLAMA, "sliding_window": 3, "head_dim": 8}),
     "mistral-full": ("Mistral", {**LLAMA, "sliding_window": None, "hidden_act": "gelu"}),
     "falcon-multi-query": ("Falcon", {**SMALL, "bias": True}),
     "falcon-multi-head": ("Falcon", {**SMALL, "multi_query": False}),
     "falcon-sequential": ("Falcon", {**SMALL, "multi_query": False, "parallel_attn": False, "bias": True}),
-    "falcon-sequential-alibi": ("Falcon", {**SMALL, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
+    "falcon-sequential-alibi": (
+        "Falcon",
+        {**SMALL, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    ),
     "falcon-multi-query-alibi": ("Falcon", {**SMALL, "alibi": True, "activation": "relu"}),
     "falcon-grouped": ("Falcon", {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 3, "bias": True}),
     "falcon-grouped-one-norm": (
         "Falcon",
-        {**SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 30},
+        {
+            **SMALL,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 30,
+        },
     ),
     "falcon-untied": ("Falcon", {**SMALL, "tie_word_embeddings": False}),
     "bloom": ("Bloom", {**SMALL, "hidden_dropout": 0.1}),
-    "bloom-post-norm-residual": ("Bloom", {**SMALL, "apply_residual_connection_post_layernorm": True, "tie_word_embeddings": False}),
-    "gemma2": ("Gemma2", {**GEMMA, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}),
+    "bloom-post-norm-residual": (
+        "Bloom",
+        {**SMALL, "apply_residual_connection_post_layernorm": True, "tie_word_embeddings": False},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {**GEMMA, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    ),
     "gemma2-no-caps": (
         "Gemma2",
-        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False, "attention_bias": True},
+        {
+            **GEMMA,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
     ),
     "gemma2-layer-types": ("Gemma2", {**GEMMA, "layer_types": ["full_attention", "sliding_attention"]}),
     "gpt-oss": ("GptOss", OSS),
     "gpt-oss-plain-rope": (
         "GptOss",
-        {**OSS, "attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3}, "swiglu_limit": 0.5},
+        {
+            **OSS,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+            "swiglu_limit": 0.5,
+        },
     ),
 }
 
@@ -110,7 +145,7 @@ def test_logits_and_round_trip(case, ids, tmp_path):
 
 @torch.no_grad()
 def test_old_style_options(ids, tmp_path):
-    """What files of earlier years say: rope_theta and rope_scaling outside, torch_dtype, no head size, keys left out."""
+    """What files of earlier years say: rope_theta and rope_scaling outside, torch_dtype, keys left out."""
     peer = write("Llama", {**LLAMA, "rope_parameters": {**LLAMA3}}, tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -129,8 +164,8 @@ def test_old_style_options(ids, tmp_path):
 def test_bert_with_and_without_heads(cls, tmp_path):
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=61, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40, max_position_embeddings=32,
-        type_vocab_size=3, hidden_act="gelu_new", layer_norm_eps=1e-6,
+        vocab_size=61, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
+        max_position_embeddings=32, type_vocab_size=3, hidden_act="gelu_new", layer_norm_eps=1e-6,
     )  # fmt: skip
     peer = getattr(transformers, cls)._from_config(config, attn_implementation="eager").eval()
     peer.save_pretrained(tmp_path / "peer")
@@ -149,7 +184,9 @@ def test_bert_with_and_without_heads(cls, tmp_path):
             model.pool(got)
     model.save(tmp_path / "ours")
     again = transformers.BertModel.from_pretrained(tmp_path / "ours", attn_implementation="eager")
-    assert torch.equal(again(ids, attention_mask=keep.long(), token_type_ids=types).last_hidden_state, want.last_hidden_state)
+    assert torch.equal(
+        again(ids, attention_mask=keep.long(), token_type_ids=types).last_hidden_state, want.last_hidden_state
+    )
 
 
 @torch.no_grad()

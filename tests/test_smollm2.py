@@ -11,7 +11,7 @@ from regard.models import generate, load, stream
 PROMPTS = [
     "The capital of France is",
     "Gravity is",
-    "def fibonacci(n):\n    \"\"\"Return the n-th Fibonacci number, e.g. 0, 1, 1, 2, 3, 5 …\"\"\"\n",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number, e.g. 0, 1, 1, 2, 3, 5 …"""\n',
 ]
 TOKENS = 48
 
@@ -43,7 +43,12 @@ def test_greedy_and_logits_equal_transformers(model, peer):
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         want = other.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         got = generate(model, prompt, max_tokens=TOKENS, end_ids=())
         assert got[0].ids == want[0, ids.shape[1] :].tolist()
@@ -53,7 +58,14 @@ def test_greedy_and_logits_equal_transformers(model, peer):
 
 def test_tokenizer_equals_transformers(model, peer):
     tokenizer, _ = peer
-    texts = [*PROMPTS, "  two  spaces\tand 12345 digits", "naïve façade — 你好, мир 🙂👩‍👩‍👧", "<|im_start|>user\nHi<|im_end|>\n", "\n\n", ""]
+    texts = [
+        *PROMPTS,
+        "  two  spaces\tand 12345 digits",
+        "naïve façade — 你好, мир 🙂👩‍👩‍👧",
+        "<|im_start|>user\nHi<|im_end|>\n",
+        "\n\n",
+        "",
+    ]
     for text in texts:
         ids = model.tokenizer.encode(text)
         assert ids == tokenizer(text).input_ids

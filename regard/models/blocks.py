@@ -1,7 +1,8 @@
 """Blocks: how a mixer, a feed-forward part and their norms are wired round the residual stream.
 
 Each is assembled from modules. The mixer is any layer with the common signature (softmax attention, a recurrence, a
-convolution); what a call brings beside ``x`` (``keep``, ``positions``, ``segments``, ``cache``, ``mask``) goes to it alone.
+convolution); what a call brings beside ``x`` (``keep``, ``positions``, ``segments``, ``cache``, ``mask``) goes to it
+alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Block(nn.Module):
 class PreNorm(Block):
     """``x + mixer(norm(x))``, then ``x + ff(norm(x))`` (Xiong et al. 2020, arXiv:2002.04745)."""
 
-    def __init__(self, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module, ff_norm: nn.Module, **dropout: float) -> None:
+    def __init__(
+        self, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module, ff_norm: nn.Module, **dropout: float
+    ) -> None:
         super().__init__(mixer, ff, **dropout)
         self.mixer_norm = mixer_norm
         self.ff_norm = ff_norm
@@ -49,7 +52,7 @@ class PreNorm(Block):
 
 
 class NormedResidual(PreNorm):
-    """As :class:`PreNorm`, but what is added to is the normed input: ``n + mixer(n)`` with ``n = norm(x)``, and so again."""
+    """As :class:`PreNorm`, but added to the normed input: ``n + mixer(n)`` with ``n = norm(x)``, and so again."""
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
         x = self.mixer_norm(x)
@@ -58,7 +61,10 @@ class NormedResidual(PreNorm):
 
 
 class Parallel(Block):
-    """``x + mixer(norm(x)) + ff(ff_norm(x))``; without an ``ff_norm`` both read the one normed input (Wang & Komatsuzaki 2021)."""
+    """``x + mixer(norm(x)) + ff(ff_norm(x))``; without an ``ff_norm`` both read the one normed input.
+
+    Wang and Komatsuzaki 2021, GPT-J.
+    """
 
     def __init__(
         self, mixer: nn.Module, ff: nn.Module, norm: nn.Module, ff_norm: nn.Module | None = None, **dropout: float
@@ -74,10 +80,14 @@ class Parallel(Block):
 
 
 class Sandwich(Block):
-    """Norms before and after both parts: ``x + post(mixer(pre(x)))``, then the same with ``ff`` (Gemma 2, arXiv:2408.00118)."""
+    """``x + post(mixer(pre(x)))``, then the same with ``ff`` and norms of its own (Gemma 2, arXiv:2408.00118)."""
 
     def __init__(
-        self, mixer: nn.Module, ff: nn.Module, mixer_norms: tuple[nn.Module, nn.Module], ff_norms: tuple[nn.Module, nn.Module]
+        self,
+        mixer: nn.Module,
+        ff: nn.Module,
+        mixer_norms: tuple[nn.Module, nn.Module],
+        ff_norms: tuple[nn.Module, nn.Module],
     ) -> None:
         super().__init__(mixer, ff)
         self.mixer_norm, self.mixer_post_norm = mixer_norms
@@ -92,7 +102,9 @@ class Sandwich(Block):
 class PostNorm(Block):
     """``norm(x + mixer(x))``, then ``norm(x + ff(x))`` (Vaswani et al. 2017, arXiv:1706.03762)."""
 
-    def __init__(self, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module, ff_norm: nn.Module, **dropout: float) -> None:
+    def __init__(
+        self, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module, ff_norm: nn.Module, **dropout: float
+    ) -> None:
         super().__init__(mixer, ff, **dropout)
         self.mixer_norm = mixer_norm
         self.ff_norm = ff_norm
@@ -104,9 +116,11 @@ class PostNorm(Block):
 
 
 class Embedding(nn.Module):
-    """What enters a stack: ``norm(scale * tokens[ids] + types[type] + places(positions))``, each term but the first optional.
+    """What enters a stack: ``norm(scale * tokens[ids] + types[type] + places(positions))``, each term but the first
+    optional.
 
-    ``scale`` is rounded to the parameters' dtype before it multiplies, as checkpoints with scaled embeddings were trained.
+    ``scale`` is rounded to the parameters' dtype before it multiplies, as checkpoints with scaled embeddings were
+    trained.
 
     Args:
         tokens: the table of the vocabulary.

@@ -70,7 +70,7 @@ class ModelCache:
             c.room_for(tokens)
 
     def place(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> Placed:
-        """Where a call's tokens stand after those seen; ``given`` are the call's ``keep``, ``positions`` and ``segments``."""
+        """Where a call's tokens stand after those seen; ``given``: its ``keep``, ``positions`` and ``segments``."""
         placed: Placed = self.layers[0].place(batch, tokens, device, **given)
         return placed
 
@@ -88,7 +88,7 @@ class ModelCache:
             c.crop(n)
 
     def roll_back(self, n: int) -> None:
-        """Undoes what an interrupted call has left in some layers; where one cannot go back, ``length`` raises from then on."""
+        """Undoes what an interrupted call left in some layers; where one cannot, ``length`` raises afterwards."""
         for c in self.layers:
             with contextlib.suppress(CacheError):
                 c.crop(n)

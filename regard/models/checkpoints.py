@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -77,7 +77,9 @@ def _load_folder(
         known = ", ".join(sorted(LAYOUTS))
         raise CheckpointError(f"{folder / 'config.json'}: model_type={config.get('model_type')!r}; accepted: {known}")
     source = _Renamed(SafetensorsSource(folder), layout)
-    extras = {n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()}
+    extras = {
+        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()
+    }
     tokenizer_file = folder / "tokenizer.json"
     origin = Origin(
         layout=layout,
@@ -174,18 +176,24 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     described = [own for row in plan.rows for own in row.own]
     if sorted(described) != sorted(targets):
         odd = sorted(set(described) ^ set(targets))
-        raise CheckpointError(f"layout {layout.model_type!r}: the table and the model differ in {odd}; this is a defect of regard")
+        raise CheckpointError(
+            f"layout {layout.model_type!r}: the table and the model differ in {odd}; this is a defect of regard"
+        )
     tied = [name for name in plan.tied if name in stored]
     names = {plan.tied[0]: tied[0]} if tied else {}
     wanted = {row.stored for row in plan.rows}
     missing = sorted(name for name in wanted if names.get(name, name) not in stored)
     unused = sorted(
-        name for name in stored if name not in wanted | set(tied) and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
+        name
+        for name in stored
+        if name not in wanted | set(tied) and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
     )
-    shapes = [text for row in plan.rows for text in _misshapen(row, stored.get(names.get(row.stored, row.stored)), targets)]
+    shapes = [
+        text for row in plan.rows for text in _misshapen(row, stored.get(names.get(row.stored, row.stored)), targets)
+    ]
     different = [
         f"{first} and {other}"
-        for first, other in zip(tied, tied[1:], strict=False)
+        for first, other in itertools.pairwise(tied)
         if stored[first] != stored[other] or not torch.equal(source.read(first), source.read(other))
     ]
     problems = [
@@ -229,19 +237,23 @@ def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def save(model: Model, folder: str | Path) -> None:
-    """Writes a loaded model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's files.
+    """Writes a loaded model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's
+    files.
 
-    Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its family's layout,
-    dequantised. Files are written beside their places and moved there when all are complete.
+    Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its family's
+    layout, dequantised. Files are written beside their places and moved there when all are complete.
 
     Raises:
-        CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not fit it.
+        CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not fit
+        it.
         ValueError: where ``folder`` is a file.
     """
     from safetensors.torch import save_file
 
     if model.origin is None:
-        raise CheckpointError("the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model")
+        raise CheckpointError(
+            "the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model"
+        )
     origin, folder = model.origin, Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={str(folder)!r} is a file; accepted: a folder, existing or not")
@@ -252,9 +264,13 @@ def save(model: Model, folder: str | Path) -> None:
         plan = layout.read(origin.config, "the model's options", lambda name: False)
     wanted = {name for row in plan.rows for name in row.own}
     if wanted != set(own):
-        raise CheckpointError(f"the model's parameters do not fit the layout {layout.model_type!r}: {_listed(sorted(wanted ^ set(own)))}")
+        raise CheckpointError(
+            f"the model's parameters do not fit the layout {layout.model_type!r}: {_listed(sorted(wanted ^ set(own)))}"
+        )
     tensors = {
-        row.stored.removeprefix(layout.prefix) if layout.headless else row.stored: row.reshape.join([own[n] for n in row.own])
+        row.stored.removeprefix(layout.prefix) if layout.headless else row.stored: row.reshape.join(
+            [own[n] for n in row.own]
+        )
         for row in plan.rows
     }
     texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
@@ -271,10 +287,9 @@ def save(model: Model, folder: str | Path) -> None:
 def _written_config(origin: Origin, own: Mapping[str, Tensor]) -> dict[str, Any]:
     config = {k: v for k, v in origin.config.items() if k != "torch_dtype"}
     dtype = str(next(iter(own.values())).dtype).removeprefix("torch.")
-    return {**config, "architectures": [origin.layout.architecture], "model_type": origin.layout.model_type, "dtype": dtype}
-
-
-def with_origin(model: Model, layout: Layout, config: Mapping[str, Any], **more: Any) -> Model:
-    """Gives a model that was built from a layout's plan the origin that :func:`save` needs."""
-    model.origin = dataclasses.replace(Origin(layout, config), **more)
-    return model
+    return {
+        **config,
+        "architectures": [origin.layout.architecture],
+        "model_type": origin.layout.model_type,
+        "dtype": dtype,
+    }

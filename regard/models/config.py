@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from regard.errors import CheckpointError
 
 __all__ = ["Config"]
-
-T = TypeVar("T")
 
 # Options that describe the file, its training or its use, never what a forward pass in evaluation computes.
 INERT = frozenset(
@@ -82,9 +80,9 @@ INERT = frozenset(
 class Config:
     """The options of one checkpoint, as a layout reads them.
 
-    Reading marks an option as understood. :meth:`close` then refuses every option that was neither read nor is known to be
-    without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the result
-    is never passed over in silence.
+    Reading marks an option as understood. :meth:`close` then refuses every option that was neither read nor is known to
+    be without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the
+    result is never passed over in silence.
 
     ``synonyms`` maps the family's other spellings to the name that the layout asks for.
 
@@ -153,12 +151,12 @@ class Config:
             raise self.error(name, value, "a probability from 0 to 1")
         return value
 
-    def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """What one of the named choices stands for."""
+    def name(self, name: str, default: str, known: Collection[str]) -> str:
+        """One of the known names."""
         value = self._or_default(name, default)
-        if not isinstance(value, str) or value not in choices:
-            raise self.error(name, value, ", ".join(sorted(choices)))
-        return choices[value]
+        if not isinstance(value, str) or value not in known:
+            raise self.error(name, value, ", ".join(sorted(known)))
+        return value
 
     def only(self, name: str, accepted: Sequence[Any], why: str = "") -> None:
         """Refuses every value of an option but those that mean what the layout does anyway."""

@@ -20,8 +20,8 @@ __all__ = ["Decoder"]
 class Decoder(Model):
     """A causal language model: ``logits = finish(head(norm(block_n(... block_1(embedding(ids))))))``.
 
-    Nothing here knows what a block does with other tokens: softmax attention, a recurrence or a mixture of both stand in
-    any place. Positions are computed once a call and handed to every layer.
+    Nothing here knows what a block does with other tokens: softmax attention, a recurrence or a mixture of both stand
+    in any place. Positions are computed once a call and handed to every layer.
 
     Args:
         embedding: ids and positions to ``(B, T, dim)``.
@@ -71,7 +71,8 @@ class Decoder(Model):
 
         Args:
             keep: ``(B, T)`` bool, which tokens of this call are real; the logits of the others mean nothing.
-            positions: ``(B, T)``, default the running count of kept tokens, the cache's included, from 0 in each segment.
+            positions: ``(B, T)``, default the running count of kept tokens, the cache's included, from 0 in each
+                segment.
             segments: ``(B, T)``, non-decreasing: documents packed into one row do not see each other.
             cache: from :meth:`init_cache`; the call continues it and appends its tokens.
             last_only: compute only the last token's logits, ``(B, 1, vocabulary)``.

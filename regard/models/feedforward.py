@@ -5,13 +5,23 @@ All take and return ``(..., dim)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ACTIVATIONS", "ClampedSwiGLU", "GatedMLP", "MLP", "MixtureOfExperts", "StackedExperts", "TopKRouter", "activation"]
+__all__ = [
+    "ACTIVATIONS",
+    "ClampedSwiGLU",
+    "GatedMLP",
+    "MLP",
+    "MixtureOfExperts",
+    "StackedExperts",
+    "TopKRouter",
+    "activation",
+]
 
 
 class QuickGELU(nn.Module):
@@ -51,9 +61,9 @@ ACTIVATIONS: Mapping[str, str] = {
 }
 """The names that configuration files use, each with the function that it means."""
 
-_MODULES = {
-    "gelu": lambda: nn.GELU(),
-    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+_MODULES: Mapping[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "quick_gelu": QuickGELU,
     "relu": nn.ReLU,
     "relu2": SquaredReLU,
@@ -76,8 +86,7 @@ def activation(name: str) -> nn.Module:
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is not known; accepted: {', '.join(sorted(ACTIVATIONS))}")
-    module: nn.Module = _MODULES[ACTIVATIONS[name]]()
-    return module
+    return _MODULES[ACTIVATIONS[name]]()
 
 
 class MLP(nn.Module):
@@ -120,7 +129,8 @@ class GatedMLP(nn.Module):
 class ClampedSwiGLU(nn.Module):
     """The gate of gpt-oss's experts (OpenAI 2025, arXiv:2508.10925) on interleaved channels ``(g0, u0, g1, u1, ...)``.
 
-    ``(clamp(u, -limit, limit) + 1) * g' * sigmoid(alpha g')`` with ``g' = min(g, limit)``; ``(..., 2 n)`` to ``(..., n)``.
+    ``(clamp(u, -limit, limit) + 1) * g' * sigmoid(alpha g')`` with ``g' = min(g, limit)``; ``(..., 2 n)`` to ``(...,
+    n)``.
     """
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
@@ -156,7 +166,8 @@ class TopKRouter(nn.Module):
 class StackedExperts(nn.Module):
     """Experts ``down_e(act(x up_e + b_e)) + c_e`` in stacked tensors; ``act`` maps ``2 hidden`` channels to ``hidden``.
 
-    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from the left.
+    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from the
+    left.
     Only experts that a token chose are computed: cost ``O(N k dim hidden)``.
     """
 

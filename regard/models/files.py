@@ -53,7 +53,8 @@ class SafetensorsSource:
     Tensors are mapped from the file, so a folder larger than memory opens at once and pages come as they are used.
 
     Raises:
-        CheckpointError: for a folder with neither file, a shard that is absent, outside the folder or damaged, and an index
+        CheckpointError: for a folder with neither file, a shard that is absent, outside the folder or damaged, and an
+        index
             that does not say what the shards hold.
     """
 
@@ -62,12 +63,14 @@ class SafetensorsSource:
         self._shard: dict[str, str] = {}
         if (folder / SINGLE).is_file():
             self.where = str(folder / SINGLE)
-            self._shard = {name: SINGLE for name in self._open(folder, SINGLE).keys()}
+            self._shard = dict.fromkeys(self._open(folder, SINGLE).keys(), SINGLE)
         elif (folder / INDEX).is_file():
             self.where = str(folder / INDEX)
             self._read_index(folder, read_json(folder / INDEX))
         else:
-            other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"))
+            other = sorted(
+                p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+            )
             found = f"; found {', '.join(other)}, which are never opened" if other else ""
             raise CheckpointError(f"{folder}: no weights; accepted: {SINGLE}, or {INDEX} with its shards{found}")
 
@@ -75,7 +78,7 @@ class SafetensorsSource:
         from safetensors import SafetensorError, safe_open
 
         try:
-            file = safe_open(str(folder / name), framework="pt")
+            file: Any = safe_open(str(folder / name), framework="pt")
             file.keys()
         except (SafetensorError, OSError, ValueError) as e:
             raise CheckpointError(f"{folder / name}: damaged or not a safetensors file ({e})") from None
@@ -86,9 +89,13 @@ class SafetensorsSource:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
             raise CheckpointError(f"{self.where}: no weight_map; accepted: an object from tensor names to shard files")
-        for shard in sorted(set(table.values())):
+        shards = sorted(set(table.values()))
+        for shard in shards:
             if Path(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
-                raise CheckpointError(f"{self.where}: names the shard {shard!r}; accepted: plain file names in the folder")
+                raise CheckpointError(
+                    f"{self.where}: names the shard {shard!r}; accepted: plain file names in the folder"
+                )
+        for shard in shards:
             if not (folder / shard).is_file():
                 raise CheckpointError(f"{self.where}: names the shard {shard!r}, which is absent from {folder}")
             held = set(self._open(folder, shard).keys())

@@ -45,7 +45,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows one prompt: the new ids (the end token included), their text where there is a tokenizer, and why it ends."""
+    """What follows one prompt: new ids (with the end token), their text where there is a tokenizer, why it ends."""
 
     ids: list[int]
     text: str | None
@@ -75,7 +75,7 @@ class _Ends:
 
 
 class _Row:
-    """The text of one row as it grows: finds stop strings across the borders of tokens, and holds back what may become one."""
+    """The text of one row as it grows: finds stop strings across tokens, and holds back what may become one."""
 
     def __init__(self, ends: _Ends, text: TextStream | None) -> None:
         self.ends = ends
@@ -135,17 +135,21 @@ def generate(
 ) -> Generation:
     """Continues one or several prompts, together, with a cache.
 
-    Prompts of different lengths are padded on the left; padding changes no result. A row that has ended waits for the others.
+    Prompts of different lengths are padded on the left; padding changes no result. A row that has ended waits for the
+    others.
 
     Args:
         prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``.
         max_tokens: new tokens a row at most.
-        temperature, top_k, top_p, seed: see :class:`~regard.models.sampling.Sampling`; the default takes the most probable token.
-        stop: texts that end a continuation; they are no part of it. They are found across the borders of tokens.
+        temperature, top_k, top_p, seed: see :class:`~regard.models.sampling.Sampling`; the default takes the most
+            probable token.
+        stop: texts that end a continuation as soon as one of them is complete, across the borders of tokens too; they
+            are no part of it.
         end_ids: tokens that end a continuation; default the checkpoint's, ``()`` for none.
 
     Raises:
-        ValueError, TypeError: for an empty prompt where the tokenizer has no token that begins a text, for texts or ``stop``
+        ValueError, TypeError: for an empty prompt where the tokenizer has no token that begins a text, for texts or
+        ``stop``
             without a tokenizer, and for an argument out of its range.
 
     >>> from regard.models import load
@@ -176,8 +180,8 @@ def stream(
 ) -> Stream:
     """Continues one prompt and gives its text piece by piece; the arguments are :func:`generate`'s.
 
-    A piece never ends inside a character, and never holds a beginning of a stop string that may still come. The pieces joined
-    are the text that :func:`generate` gives.
+    A piece never ends inside a character, and never holds a beginning of a stop string that may still come. The pieces
+    joined are the text that :func:`generate` gives.
 
     Raises:
         ValueError, TypeError: as :func:`generate`, at once; and for a model without a tokenizer.
@@ -226,7 +230,7 @@ class Stream:
 
 @dataclass
 class _Run:
-    """One generation: prefill, then a step a token until every row has ended. Iterating advances it by a token a row."""
+    """One generation: prefill, then steps until every row has ended. Iterating advances it by a token a row."""
 
     model: Decoder
     prompts: list[list[int]]
@@ -318,7 +322,9 @@ def _token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt]) -> list[list
 def _token_row(model: Decoder, prompt: Prompt) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
-            raise ValueError(f"a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)")
+            raise ValueError(
+                f"a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)"
+            )
         ids = [int(i) for i in prompt.tolist()]
     elif isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)

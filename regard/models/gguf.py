@@ -1,7 +1,7 @@
 """Reading Llama models from GGUF files, quantised or not.
 
-The format (versions 2 and 3, little endian): a magic word, counts, metadata as typed key/value pairs, a list of tensors, then
-their aligned data. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The format (versions 2 and 3, little endian): a magic word, counts, metadata as typed key/value pairs, a list of
+tensors, then their aligned data. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class _Cursor:
 
     def take(self, count: int) -> memoryview:
         if count > len(self.data) - self.at:
-            raise CheckpointError(f"{self.where}: ends too early: {count} bytes wanted at {self.at} of {len(self.data)}")
+            raise CheckpointError(
+                f"{self.where}: ends too early: {count} bytes wanted at {self.at} of {len(self.data)}"
+            )
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -61,7 +63,9 @@ class _Cursor:
                 raw = self.take(count * struct.calcsize(code))
                 return [v for (v,) in struct.iter_unpack(code, raw)]
             if count > len(self.data):
-                raise CheckpointError(f"{self.where}: an array of {count} entries at {self.at} of {len(self.data)} bytes")
+                raise CheckpointError(
+                    f"{self.where}: an array of {count} entries at {self.at} of {len(self.data)} bytes"
+                )
             return [self.value(inner) for _ in range(count)]
         if kind not in _SCALARS:
             raise CheckpointError(f"{self.where}: unknown kind of value {kind} at {self.at}")
@@ -91,7 +95,7 @@ class GGUFSource:
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path}: is empty; accepted: a GGUF file")
         self._data = np.memmap(path, mode="r")
-        cursor = _Cursor(memoryview(self._data), self.where)
+        cursor = _Cursor(memoryview(self._data), self.where)  # type: ignore[arg-type]  # numpy's stubs before 2.3
         magic = bytes(cursor.take(min(4, len(self._data))))
         if magic != b"GGUF":
             raise CheckpointError(f"{path}: begins with {magic!r}; accepted: a GGUF file, which begins with b'GGUF'")
@@ -131,10 +135,14 @@ class GGUFSource:
             raise CheckpointError(f"{self.where}: {name} has the unknown quantisation {code}") from None
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % block:
-            raise CheckpointError(f"{self.where}: {name} of shape {shape} does not divide into {kind.name} blocks of {block}")
+            raise CheckpointError(
+                f"{self.where}: {name} of shape {shape} does not divide into {kind.name} blocks of {block}"
+            )
         nbytes = torch.Size(shape).numel() // block * size
         if start + nbytes > len(self._data):
-            raise CheckpointError(f"{self.where}: ends too early: {name} needs {start + nbytes} of {len(self._data)} bytes")
+            raise CheckpointError(
+                f"{self.where}: ends too early: {name} needs {start + nbytes} of {len(self._data)} bytes"
+            )
         return _Info(shape, kind, start, nbytes)
 
     def has(self, name: str) -> bool:
@@ -152,14 +160,17 @@ class GGUFSource:
             values = quants.dequantize(raw, info.kind)
         except NotImplementedError as e:
             raise CheckpointError(f"{self.where}: {name}: {info.kind.name} cannot be dequantised ({e})") from None
-        return torch.from_numpy(values.reshape(info.shape).copy() if not values.flags.owndata else values.reshape(info.shape))
+        return torch.from_numpy(
+            values.reshape(info.shape).copy() if not values.flags.owndata else values.reshape(info.shape)
+        )
 
 
 def read_gguf(path: Path) -> tuple[GGUFSource, Origin, Plan]:
     """A Llama model in a GGUF file: its tensors, where it comes from (as a Llama folder), and how to build it.
 
     Raises:
-        CheckpointError: for another architecture, an option that is not known, and all that :class:`GGUFSource` refuses.
+        CheckpointError: for another architecture, an option that is not known, and all that :class:`GGUFSource`
+        refuses.
     """
     source = GGUFSource(path)
     metadata = source.metadata
@@ -184,7 +195,9 @@ def read_gguf(path: Path) -> tuple[GGUFSource, Origin, Plan]:
 
 def _config(source: GGUFSource, architecture: str) -> dict[str, Any]:
     """The options of ``config.json`` that say what the metadata say."""
-    own = {k.removeprefix(f"{architecture}."): v for k, v in source.metadata.items() if k.startswith(f"{architecture}.")}
+    own = {
+        k.removeprefix(f"{architecture}."): v for k, v in source.metadata.items() if k.startswith(f"{architecture}.")
+    }
     c = Config(own, f"{source.where}: metadata {architecture}.*")
     tokens = source.metadata.get("tokenizer.ggml.tokens")
     heads = c.count("attention.head_count", 0)

@@ -15,13 +15,13 @@ __all__ = ["Chooser", "Sampling"]
 class Sampling:
     """How the next token is chosen.
 
-    ``temperature=0`` takes the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)``, cut to
-    the ``top_k`` most probable tokens, then to the fewest most probable ones whose probabilities reach ``top_p``
+    ``temperature=0`` takes the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)``, cut
+    to the ``top_k`` most probable tokens, then to the fewest most probable ones whose probabilities reach ``top_p``
     (Holtzman et al. 2019, arXiv:1904.09751).
 
     Args:
-        seed: row ``r`` of a batch draws from a generator of its own, made from ``(seed, r)``; torch's global generator is not
-            touched. ``None`` draws differently every time.
+        seed: row ``r`` of a batch draws from a generator of its own, made from ``(seed, r)``; torch's global generator
+            is not touched. ``None`` draws differently every time.
 
     Raises:
         ValueError: naming an argument out of its range.
@@ -35,7 +35,9 @@ class Sampling:
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}; accepted: 0 (greedy) or a positive number")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1):
+        if self.top_k is not None and (
+            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
+        ):
             raise ValueError(f"top_k={self.top_k!r}; accepted: a positive integer, or None for all")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}; accepted: above 0 and at most 1, or None for all")
@@ -67,7 +69,9 @@ class Chooser:
             return logits.argmax(-1)
         scores = logits.double() / self.how.temperature
         kept = scores.shape[-1] if self.how.top_k is None else min(self.how.top_k, scores.shape[-1])
-        scores, order = scores.topk(kept, dim=-1) if kept < scores.shape[-1] else scores.sort(-1, descending=True, stable=True)
+        scores, order = (
+            scores.topk(kept, dim=-1) if kept < scores.shape[-1] else scores.sort(dim=-1, descending=True, stable=True)
+        )
         probabilities = scores.softmax(-1)
         cumulated = probabilities.cumsum(-1)
         if self.how.top_p is not None:

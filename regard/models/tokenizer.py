@@ -51,8 +51,11 @@ class Tokenizer:
         kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
         tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
         if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
-            return f"the file's tokenizer is of the kind {kind!r}; accepted: 'gpt2' (byte-level BPE) with tokens and merges"
-        bytes_first = pre_tokenizers.ByteLevel(add_prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", False)))
+            accepted = "'gpt2' (byte-level BPE) with tokens and merges"
+            return f"the file's tokenizer is of the kind {kind!r}; accepted: {accepted}"
+        bytes_first = pre_tokenizers.ByteLevel(
+            add_prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
+        )
         splits = {"gpt-2": bytes_first, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), bytes_first])}
         if split not in splits:
             return f"the file splits words by {split!r}; accepted: {', '.join(sorted(splits))}"
@@ -65,7 +68,11 @@ class Tokenizer:
         backend.decoder = decoders.ByteLevel()
         types = metadata.get("tokenizer.ggml.token_type", [])
         backend.add_special_tokens(
-            [AddedToken(t, special=True, normalized=False) for t, n in zip(tokens, types, strict=False) if n == _SPECIAL]
+            [
+                AddedToken(t, special=True, normalized=False)
+                for t, n in zip(tokens, types, strict=False)
+                if n == _SPECIAL
+            ]
         )
         bos = metadata.get("tokenizer.ggml.bos_token_id")
         if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", False):

@@ -36,8 +36,8 @@ class Layout:
     Args:
         model_type: what ``config.json`` calls it.
         architecture: the class that other software loads a saved folder with.
-        plan: from the options to a :class:`Plan`. The second argument tells whether a tensor of that name is in the file,
-            for the few parts that are there or not without an option saying so.
+        plan: from the options to a :class:`Plan`. The second argument tells whether a tensor of that name is in the
+            file, for the few parts that are there or not without an option saying so.
         prefix: leads the names of a file with a head, and is absent from one that was saved without it.
         headless: whether a folder is written without head and prefix.
         spellings: older endings of tensor names, each with the present one.

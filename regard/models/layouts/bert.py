@@ -56,18 +56,29 @@ class _Parts:
 
 
 def _bert(c: Config, has: Callable[[str], bool]) -> Plan:
-    dim, heads, layers = c.count("hidden_size", 768), c.count("num_attention_heads", 12), c.count("num_hidden_layers", 12)
+    dim, heads, layers = (
+        c.count("hidden_size", 768),
+        c.count("num_attention_heads", 12),
+        c.count("num_hidden_layers", 12),
+    )
     if dim % heads:
         raise c.error("num_attention_heads", heads, f"a divisor of hidden_size={dim}")
     c.only("is_decoder", (False, None), "the bidirectional encoder")
     c.only("add_cross_attention", (False, None), "the encoder alone")
     c.only("position_embedding_type", ("absolute", None))
     parts = _Parts(
-        c.count("vocab_size", 30522), dim, layers, heads, c.count("intermediate_size", 3072),
-        c.choice("hidden_act", "gelu", {k: k for k in ACTIVATIONS}), c.number("layer_norm_eps", 1e-12),
-        c.count("max_position_embeddings", 512), c.count("type_vocab_size", 2),
-        Scores(dropout=c.dropout("attention_probs_dropout_prob", 0.1)), c.dropout("hidden_dropout_prob", 0.1),
-    )  # fmt: skip
+        vocab=c.count("vocab_size", 30522),
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        hidden=c.count("intermediate_size", 3072),
+        act=c.name("hidden_act", "gelu", ACTIVATIONS),
+        eps=c.number("layer_norm_eps", 1e-12),
+        places=c.count("max_position_embeddings", 512),
+        types=c.count("type_vocab_size", 2),
+        scores=Scores(dropout=c.dropout("attention_probs_dropout_prob", 0.1)),
+        dropout=c.dropout("hidden_dropout_prob", 0.1),
+    )
     layer, own = "bert.encoder.layer.{i}", "layers.{i}"
     per_layer = both(
         {

@@ -65,10 +65,16 @@ def _bloom(c: Config, has: Callable[[str], bool]) -> Plan:
         raise c.error("num_attention_heads", heads, f"a divisor of hidden_size={dim}")
     tied = c.flag("tie_word_embeddings", True)
     parts = _Parts(
-        vocab, dim, layers, heads, c.number("layer_norm_epsilon", 1e-5), Alibi(heads),
-        Scores(dropout=c.dropout("attention_dropout")), c.dropout("hidden_dropout"),
-        NormedResidual if c.flag("apply_residual_connection_post_layernorm", False) else PreNorm,
-    )  # fmt: skip
+        vocab=vocab,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        eps=c.number("layer_norm_epsilon", 1e-5),
+        bias=Alibi(heads),
+        scores=Scores(dropout=c.dropout("attention_dropout")),
+        dropout=c.dropout("hidden_dropout"),
+        block=NormedResidual if c.flag("apply_residual_connection_post_layernorm", False) else PreNorm,
+    )
     per_head = FusedQKV(heads, heads, dim // heads, groups=heads)
     layer = "transformer.h.{i}"
     per_layer = fused(f"{layer}.self_attention.query_key_value", "layers.{i}.mixer.*_proj", BOTH, per_head)

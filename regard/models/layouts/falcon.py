@@ -32,9 +32,10 @@ __all__ = ["FALCON", "RoundedAlibi"]
 class RoundedAlibi(Bias):
     """ALiBi as Falcon was trained with it: ``bf16(bf16(slope_h) * bf16(j)) * scale``.
 
-    The product of slope and key slot is formed in bfloat16, and the scores are divided by ``sqrt(head_dim)`` after it was
-    added, so it carries that scale too. Slots are counted from the row's first, padding included; where slope and slot have
-    few bits (heads a power of two up to 8, slots up to 256) nothing is rounded and padding before a text changes nothing.
+    The product of slope and key slot is formed in bfloat16, and the scores are divided by ``sqrt(head_dim)`` after it
+    was added, so it carries that scale too. Slots are counted from the row's first, padding included; where slope and
+    slot have few bits (heads a power of two up to 8, slots up to 256) nothing is rounded and padding before a text
+    changes nothing.
     """
 
     slopes: Tensor
@@ -85,9 +86,15 @@ class _Parts:
     def layer(self, norms: int, i: int) -> nn.Module:
         """A layer with one norm (parallel), two (parallel, one each), or none named here (sequential)."""
         mixer = MultiHeadAttention(
-            self.dim, self.heads, kv_heads=self.kv_heads, projections=Projections(bias=self.linear_bias),
-            scores=self.scores, mask=Causal(), bias=self.bias, rotary=self.rotary,
-        )  # fmt: skip
+            self.dim,
+            self.heads,
+            kv_heads=self.kv_heads,
+            projections=Projections(bias=self.linear_bias),
+            scores=self.scores,
+            mask=Causal(),
+            bias=self.bias,
+            rotary=self.rotary,
+        )
         ff = MLP(self.dim, self.hidden, activation(self.act), bias=self.linear_bias)
         if not norms:
             dropout = {"mixer_dropout": self.mixer_dropout, "ff_dropout": self.ff_dropout}
@@ -117,7 +124,11 @@ def _norms(c: Config, new: bool) -> tuple[int, dict[str, str]]:
 
 
 def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
-    dim, heads, layers = c.count("hidden_size", 4544), c.count("num_attention_heads", 71), c.count("num_hidden_layers", 32)
+    dim, heads, layers = (
+        c.count("hidden_size", 4544),
+        c.count("num_attention_heads", 71),
+        c.count("num_hidden_layers", 32),
+    )
     if dim % heads:
         raise c.error("num_attention_heads", heads, f"a divisor of hidden_size={dim}")
     head_dim = dim // heads
@@ -131,18 +142,31 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
     rotary = rotary_from_config(c, head_dim)
     dropout = c.dropout("attention_dropout")
     parts = _Parts(
-        c.count("vocab_size", 65024), dim, layers, heads, kv_heads, c.count("ffn_hidden_size", 4 * dim),
-        c.choice("activation", "gelu", {k: k for k in ACTIVATIONS}), c.number("layer_norm_epsilon", 1e-5), bias,
-        Scores(dropout=dropout if alibi else 0.0), None if alibi else rotary,
-        RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if alibi else None,
-        # the family drops with attention_dropout behind the attention of a sequential block, and inside it with ALiBi only
-        dropout, c.dropout("hidden_dropout"),
-    )  # fmt: skip
+        vocab=c.count("vocab_size", 65024),
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=c.count("ffn_hidden_size", 4 * dim),
+        act=c.name("activation", "gelu", ACTIVATIONS),
+        eps=c.number("layer_norm_epsilon", 1e-5),
+        linear_bias=bias,
+        # attention_dropout acts on the weights with ALiBi only, and behind the attention of sequential blocks
+        scores=Scores(dropout=dropout if alibi else 0.0),
+        rotary=None if alibi else rotary,
+        bias=RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if alibi else None,
+        mixer_dropout=dropout,
+        ff_dropout=c.dropout("hidden_dropout"),
+    )
     kinds = BOTH if bias else ("weight",)
     layer, own = "transformer.h.{i}", "layers.{i}"
     qkv = FusedQKV(heads, kv_heads, head_dim, groups=kv_heads)
     per_layer = fused(f"{layer}.self_attention.query_key_value", f"{own}.mixer.*_proj", kinds, qkv)
-    linear = {"self_attention.dense": "mixer.o_proj", "mlp.dense_h_to_4h": "ff.up_proj", "mlp.dense_4h_to_h": "ff.down_proj"}
+    linear = {
+        "self_attention.dense": "mixer.o_proj",
+        "mlp.dense_h_to_4h": "ff.up_proj",
+        "mlp.dense_4h_to_h": "ff.down_proj",
+    }
     per_layer += both({f"{layer}.{a}": f"{own}.{b}" for a, b in linear.items()}, kinds)
     per_layer += both({f"{layer}.{a}": f"{own}.{b}" for a, b in norm_names.items()})
     rows = both({"transformer.ln_f": "norm"}) + same({"transformer.word_embeddings.weight": "embedding.tokens.weight"})

@@ -49,9 +49,15 @@ class _Parts:
     def layer(self, mask: Mask, i: int) -> nn.Module:
         s = self.shape
         mixer = MultiHeadAttention(
-            s.dim, s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
-            projections=self.projections, scores=self.scores, mask=mask, rotary=self.rotary,
-        )  # fmt: skip
+            s.dim,
+            s.heads,
+            kv_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            projections=self.projections,
+            scores=self.scores,
+            mask=mask,
+            rotary=self.rotary,
+        )
         ff = GatedMLP(s.dim, self.hidden, activation(self.act))
         return Sandwich(mixer, ff, (self.norm(), self.norm()), (self.norm(), self.norm()))
 
@@ -81,9 +87,14 @@ def _gemma2(c: Config, has: Callable[[str], bool]) -> Plan:
         dropout=c.dropout("attention_dropout"),
     )
     parts = _Parts(
-        s, c.count("intermediate_size", 9216), c.choice("hidden_activation", "gelu_pytorch_tanh", {k: k for k in ACTIVATIONS}),
-        c.number("rms_norm_eps", 1e-6), Projections(bias=bias), scores, rotary_from_config(c, s.head_dim),
-    )  # fmt: skip
+        shape=s,
+        hidden=c.count("intermediate_size", 9216),
+        act=c.name("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
+        eps=c.number("rms_norm_eps", 1e-6),
+        projections=Projections(bias=bias),
+        scores=scores,
+        rotary=rotary_from_config(c, s.head_dim),
+    )
     per_layer = attention_rows(bias=bias) + gated_rows(("weight",))
     per_layer += norm_rows(
         input_layernorm="mixer_norm",

@@ -15,7 +15,16 @@ from regard.models.config import Config
 from regard.models.decoder import Decoder
 from regard.models.feedforward import ClampedSwiGLU, MixtureOfExperts, StackedExperts, TopKRouter
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.llama import ROTARY_BUFFER, TIED, Shape, attention_rows, layer_windows, norm_rows, outer_rows, read_shape
+from regard.models.layouts.llama import (
+    ROTARY_BUFFER,
+    TIED,
+    Shape,
+    attention_rows,
+    layer_windows,
+    norm_rows,
+    outer_rows,
+    read_shape,
+)
 from regard.models.layouts.rotary import rotary_from_config
 from regard.models.tables import same
 from regard.nn import MultiHeadAttention
@@ -43,18 +52,23 @@ class _Parts:
     projections: Projections
     scores: Scores
     rotary: Rotary
-    alpha: float
-    limit: float
+    gate: ClampedSwiGLU
 
     def layer(self, mask: Mask, i: int) -> nn.Module:
         s = self.shape
         mixer = MultiHeadAttention(
-            s.dim, s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
-            projections=self.projections, scores=self.scores, mask=mask, rotary=self.rotary,
-        )  # fmt: skip
+            s.dim,
+            s.heads,
+            kv_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            projections=self.projections,
+            scores=self.scores,
+            mask=mask,
+            rotary=self.rotary,
+        )
         ff = MixtureOfExperts(
             TopKRouter(s.dim, self.experts, self.chosen),
-            StackedExperts(s.dim, self.hidden, self.experts, ClampedSwiGLU(self.alpha, self.limit)),
+            StackedExperts(s.dim, self.hidden, self.experts, self.gate),
         )
         return PreNorm(mixer, ff, RMSNorm(s.dim, self.eps), RMSNorm(s.dim, self.eps))
 
@@ -80,11 +94,16 @@ def _gpt_oss(c: Config, has: Callable[[str], bool]) -> Plan:
     if c.get("rope_parameters") is None and c.get("rope_scaling") is None:
         c.values["rope_parameters"] = dict(YARN)
     parts = _Parts(
-        s, c.count("intermediate_size", 2880), c.count("num_local_experts", 128), c.count("num_experts_per_tok", 4),
-        c.number("rms_norm_eps", 1e-5), Projections(bias=bias),
-        Scores(sink=True, dropout=c.dropout("attention_dropout")), rotary_from_config(c, s.head_dim, base=150000.0),
-        c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0),
-    )  # fmt: skip
+        shape=s,
+        hidden=c.count("intermediate_size", 2880),
+        experts=c.count("num_local_experts", 128),
+        chosen=c.count("num_experts_per_tok", 4),
+        eps=c.number("rms_norm_eps", 1e-5),
+        projections=Projections(bias=bias),
+        scores=Scores(sink=True, dropout=c.dropout("attention_dropout")),
+        rotary=rotary_from_config(c, s.head_dim, base=150000.0),
+        gate=ClampedSwiGLU(c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0)),
+    )
     mlp = {f"model.layers.{{i}}.mlp.router.{k}": f"layers.{{i}}.ff.router.{k}" for k in ("weight", "bias")}
     for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
         mlp[f"model.layers.{{i}}.mlp.experts.{name}"] = f"layers.{{i}}.ff.experts.{name}"

@@ -40,7 +40,9 @@ class Shape:
     head_dim: int
 
 
-def read_shape(c: Config, *, vocab: int, dim: int, layers: int, heads: int, kv_heads: int | None, head_dim: int | None) -> Shape:
+def read_shape(
+    c: Config, *, vocab: int, dim: int, layers: int, heads: int, kv_heads: int | None, head_dim: int | None
+) -> Shape:
     """The sizes, with the family's defaults; ``None`` for what follows from the others."""
     width, count = c.count("hidden_size", dim), c.count("num_attention_heads", heads)
     own_kv = c.get("num_key_value_heads", kv_heads)
@@ -61,11 +63,14 @@ def read_shape(c: Config, *, vocab: int, dim: int, layers: int, heads: int, kv_h
 
 
 def layer_windows(c: Config, layers: int, window: int | None, default: Callable[[int], str]) -> list[Mask]:
-    """One mask a layer from ``layer_types``: ``sliding_attention`` sees the ``window`` latest tokens, itself included."""
+    """One mask a layer from ``layer_types``; ``sliding_attention`` sees the ``window`` latest tokens, itself too."""
     types = c.get("layer_types") or [default(i) for i in range(layers)]
     if len(types) != layers:
         raise c.error("layer_types", types, f"a list of num_hidden_layers={layers} entries")
-    masks: dict[str, Mask] = {"full_attention": Causal(), "sliding_attention": Causal() if window is None else Window(window)}
+    masks: dict[str, Mask] = {
+        "full_attention": Causal(),
+        "sliding_attention": Causal() if window is None else Window(window),
+    }
     for name in types:
         if name not in masks:
             raise c.error("layer_types", name, " or ".join(masks))
@@ -74,10 +79,12 @@ def layer_windows(c: Config, layers: int, window: int | None, default: Callable[
 
 def attention_rows(*, bias: bool, out_bias: bool | None = None, sink: bool = False) -> list[Row]:
     """Separate projections under ``self_attn``; ``{i}`` stands for the layer."""
-    kinds = {c: ("weight", "bias") if bias else ("weight",) for c in "qkv"}
+    kinds = dict.fromkeys("qkv", ("weight", "bias") if bias else ("weight",))
     kinds["o"] = ("weight", "bias") if (bias if out_bias is None else out_bias) else ("weight",)
     names = {
-        f"model.layers.{{i}}.self_attn.{c}_proj.{k}": f"layers.{{i}}.mixer.{c}_proj.{k}" for c, ks in kinds.items() for k in ks
+        f"model.layers.{{i}}.self_attn.{c}_proj.{k}": f"layers.{{i}}.mixer.{c}_proj.{k}"
+        for c, ks in kinds.items()
+        for k in ks
     }
     if sink:
         names["model.layers.{i}.self_attn.sinks"] = "layers.{i}.mixer.sink"
@@ -91,7 +98,13 @@ def norm_rows(**norms: str) -> list[Row]:
 
 def gated_rows(kinds: tuple[str, ...]) -> list[Row]:
     """The gated feed-forward part under ``mlp``."""
-    return same({f"model.layers.{{i}}.mlp.{p}_proj.{k}": f"layers.{{i}}.ff.{p}_proj.{k}" for p in ("gate", "up", "down") for k in kinds})
+    return same(
+        {
+            f"model.layers.{{i}}.mlp.{p}_proj.{k}": f"layers.{{i}}.ff.{p}_proj.{k}"
+            for p in ("gate", "up", "down")
+            for k in kinds
+        }
+    )
 
 
 def outer_rows(per_layer: list[Row], layers: int, *, tied: bool) -> list[Row]:
@@ -121,9 +134,15 @@ class _Layer:
     def __call__(self, i: int) -> nn.Module:
         s = self.shape
         mixer = MultiHeadAttention(
-            s.dim, s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim,
-            projections=self.projections, scores=self.scores, mask=self.mask, rotary=self.rotary,
-        )  # fmt: skip
+            s.dim,
+            s.heads,
+            kv_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            projections=self.projections,
+            scores=self.scores,
+            mask=self.mask,
+            rotary=self.rotary,
+        )
         ff = GatedMLP(s.dim, self.hidden, activation(self.act), bias=self.mlp_bias)
         return PreNorm(mixer, ff, RMSNorm(s.dim, self.eps), RMSNorm(s.dim, self.eps))
 
@@ -137,10 +156,16 @@ def _decoder(layer: _Layer, tied: bool) -> Decoder:
 def _plan(c: Config, s: Shape, hidden: int, mask: Mask, *, attention_bias: bool, mlp_bias: bool) -> Plan:
     tied = c.flag("tie_word_embeddings", False)
     layer = _Layer(
-        s, hidden, c.choice("hidden_act", "silu", {k: k for k in ACTIVATIONS}), c.number("rms_norm_eps", 1e-6),
-        Projections(bias=attention_bias), mlp_bias, Scores(dropout=c.dropout("attention_dropout")),
-        rotary_from_config(c, s.head_dim), mask,
-    )  # fmt: skip
+        shape=s,
+        hidden=hidden,
+        act=c.name("hidden_act", "silu", ACTIVATIONS),
+        eps=c.number("rms_norm_eps", 1e-6),
+        projections=Projections(bias=attention_bias),
+        mlp_bias=mlp_bias,
+        scores=Scores(dropout=c.dropout("attention_dropout")),
+        rotary=rotary_from_config(c, s.head_dim),
+        mask=mask,
+    )
     per_layer = attention_rows(bias=attention_bias) + gated_rows(("weight", "bias") if mlp_bias else ("weight",))
     per_layer += norm_rows(input_layernorm="mixer_norm", post_attention_layernorm="ff_norm")
     return Plan(partial(_decoder, layer, tied), outer_rows(per_layer, s.layers, tied=tied), TIED if tied else ())

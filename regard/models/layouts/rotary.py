@@ -19,8 +19,8 @@ __all__ = ["RotaryWithinContext", "rotary_from_config"]
 class RotaryWithinContext(Rotary):
     """A rotary part whose frequencies would change past the trained context ("dynamic" NTK scaling), kept within it.
 
-    Up to ``max_positions`` such a checkpoint rotates like any other. Past it the base grows with the current length, so a
-    sequence read in two calls would differ from the same sequence read in one; that is refused.
+    Up to ``max_positions`` such a checkpoint rotates like any other. Past it the base grows with the current length, so
+    a sequence read in two calls would differ from the same sequence read in one; that is refused.
 
     Raises:
         ValueError: for a position past ``max_positions`` (read in eager mode on a CPU).
@@ -40,7 +40,8 @@ class RotaryWithinContext(Rotary):
 
 
 def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, partial: bool = False) -> Rotary:
-    """The rotary part from ``rope_parameters``, or from the older ``rope_scaling``, ``rope_theta``, ``partial_rotary_factor``.
+    """The rotary part from ``rope_parameters``, or from the older ``rope_scaling``, ``rope_theta``,
+    ``partial_rotary_factor``.
 
     Args:
         base: the family's default for ``rope_theta``.
@@ -97,7 +98,9 @@ def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, parti
             mscale_all_dim=options.get("mscale_all_dim"),
         )
     else:
-        raise CheckpointError(f"{where}: rope_type={kind!r} is not supported; accepted: default, dynamic, linear, llama3, yarn")
+        raise CheckpointError(
+            f"{where}: rope_type={kind!r} is not supported; accepted: default, dynamic, linear, llama3, yarn"
+        )
     options.close()
     return Rotary(width, base=theta, scaling=scaling)
 

@@ -1,0 +1,58 @@
+"""Whole models: blocks and stacks from parts, checkpoints of published families, generation of text."""
+
+from regard.models.blocks import Block, Embedding, NormedResidual, Parallel, PostNorm, PreNorm, Sandwich, Softcap
+from regard.models.cache import ModelCache
+from regard.models.checkpoints import load, save
+from regard.models.decoder import Decoder
+from regard.models.encoder import Encoder, FirstTokenPooler
+from regard.models.feedforward import (
+    MLP,
+    ClampedSwiGLU,
+    GatedMLP,
+    MixtureOfExperts,
+    StackedExperts,
+    TopKRouter,
+    activation,
+)
+from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
+from regard.models.layouts import LAYOUTS, Layout
+from regard.models.model import Model, Origin
+from regard.models.sampling import Sampling
+from regard.models.tokenizer import TextStream, Tokenizer
+
+__all__ = [
+    "LAYOUTS",
+    "MLP",
+    "Block",
+    "ClampedSwiGLU",
+    "Continuation",
+    "Decoder",
+    "Embedding",
+    "Encoder",
+    "FirstTokenPooler",
+    "GatedMLP",
+    "Generation",
+    "Layout",
+    "MixtureOfExperts",
+    "Model",
+    "ModelCache",
+    "NormedResidual",
+    "Origin",
+    "Parallel",
+    "PostNorm",
+    "PreNorm",
+    "Sampling",
+    "Sandwich",
+    "Softcap",
+    "StackedExperts",
+    "Statistics",
+    "Stream",
+    "TextStream",
+    "Tokenizer",
+    "TopKRouter",
+    "activation",
+    "generate",
+    "load",
+    "save",
+    "stream",
+]

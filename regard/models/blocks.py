@@ -1,0 +1,183 @@
+"""Blocks: how a mixer, a feed-forward part and their norms are wired round the residual stream.
+
+Each is assembled from modules. The mixer is any layer with the common signature (softmax attention, a recurrence, a
+convolution); what a call brings beside ``x`` (``keep``, ``positions``, ``segments``, ``cache``, ``mask``) goes to it
+alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Block", "Embedding", "NormedResidual", "Parallel", "PostNorm", "PreNorm", "Sandwich", "Softcap"]
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward part; the subclasses are the wirings. ``(B, T, dim)`` to ``(B, T, dim)``."""
+
+    def __init__(self, mixer: nn.Module, ff: nn.Module, *, mixer_dropout: float = 0.0, ff_dropout: float = 0.0) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.ff = ff
+        self.mixer_dropout = mixer_dropout
+        self.ff_dropout = ff_dropout
+
+    def init_cache(
+        self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Any:
+        """The mixer's cache: only mixers look at other tokens."""
+        return self.mixer.init_cache(batch, capacity, dtype=dtype, device=device)  # type: ignore[operator]
+
+    def _drop(self, y: Tensor, p: float) -> Tensor:
+        return F.dropout(y, p, self.training) if p and self.training else y
+
+
+class PreNorm(Block):
+    """``x + mixer(norm(x))``, then ``x + ff(norm(x))`` (Xiong et al. 2020, arXiv:2002.04745)."""
+
+    def __init__(
+        self, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module, ff_norm: nn.Module, **dropout: float
+    ) -> None:
+        super().__init__(mixer, ff, **dropout)
+        self.mixer_norm = mixer_norm
+        self.ff_norm = ff_norm
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        x = x + self._drop(self.mixer(self.mixer_norm(x), **call), self.mixer_dropout)
+        return x + self._drop(self.ff(self.ff_norm(x)), self.ff_dropout)
+
+
+class NormedResidual(PreNorm):
+    """As :class:`PreNorm`, but added to the normed input: ``n + mixer(n)`` with ``n = norm(x)``, and so again."""
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        x = self.mixer_norm(x)
+        x = self.ff_norm(x + self._drop(self.mixer(x, **call), self.mixer_dropout))
+        return x + self._drop(self.ff(x), self.ff_dropout)
+
+
+class Parallel(Block):
+    """``x + mixer(norm(x)) + ff(ff_norm(x))``; without an ``ff_norm`` both read the one normed input.
+
+    Wang and Komatsuzaki 2021, GPT-J.
+    """
+
+    def __init__(
+        self, mixer: nn.Module, ff: nn.Module, norm: nn.Module, ff_norm: nn.Module | None = None, **dropout: float
+    ) -> None:
+        super().__init__(mixer, ff, **dropout)
+        self.norm = norm
+        self.ff_norm = ff_norm
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        normed = self.norm(x)
+        ff_input = normed if self.ff_norm is None else self.ff_norm(x)
+        return x + self._drop(self.ff(ff_input) + self.mixer(normed, **call), self.ff_dropout)
+
+
+class Sandwich(Block):
+    """``x + post(mixer(pre(x)))``, then the same with ``ff`` and norms of its own (Gemma 2, arXiv:2408.00118)."""
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        ff: nn.Module,
+        mixer_norms: tuple[nn.Module, nn.Module],
+        ff_norms: tuple[nn.Module, nn.Module],
+    ) -> None:
+        super().__init__(mixer, ff)
+        self.mixer_norm, self.mixer_post_norm = mixer_norms
+        self.ff_norm, self.ff_post_norm = ff_norms
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        x = x + self.mixer_post_norm(self.mixer(self.mixer_norm(x), **call))
+        out: Tensor = x + self.ff_post_norm(self.ff(self.ff_norm(x)))
+        return out
+
+
+class PostNorm(Block):
+    """``norm(x + mixer(x))``, then ``norm(x + ff(x))`` (Vaswani et al. 2017, arXiv:1706.03762)."""
+
+    def __init__(
+        self, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module, ff_norm: nn.Module, **dropout: float
+    ) -> None:
+        super().__init__(mixer, ff, **dropout)
+        self.mixer_norm = mixer_norm
+        self.ff_norm = ff_norm
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        x = self.mixer_norm(x + self._drop(self.mixer(x, **call), self.mixer_dropout))
+        out: Tensor = self.ff_norm(x + self._drop(self.ff(x), self.ff_dropout))
+        return out
+
+
+class Embedding(nn.Module):
+    """What enters a stack: ``norm(scale * tokens[ids] + types[type] + places(positions))``, each term but the first
+    optional.
+
+    ``scale`` is rounded to the parameters' dtype before it multiplies, as checkpoints with scaled embeddings were
+    trained.
+
+    Args:
+        tokens: the table of the vocabulary.
+        scale: what the table's rows are multiplied by; ``None`` for nothing.
+        places: a module from positions ``(B, T)`` to ``(B, T, dim)``.
+        types: the table of token types (segments A and B of a pair of sentences).
+        norm: the last step.
+
+    Raises:
+        ValueError: for an id outside the vocabulary, and where the stack has no token types and ``types`` are given.
+    """
+
+    def __init__(
+        self,
+        tokens: nn.Embedding,
+        *,
+        scale: float | None = None,
+        places: nn.Module | None = None,
+        types: nn.Embedding | None = None,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.scale = scale
+        self.places = places
+        self.types = types
+        self.norm = norm
+        self.dropout = dropout
+
+    def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        try:
+            x: Tensor = F.embedding(ids, self.tokens.weight)
+        except IndexError:
+            low, high, rows = int(ids.min()), int(ids.max()), self.tokens.num_embeddings
+            raise ValueError(f"ids lie between {low} and {high}; accepted: 0 to {rows - 1}, the vocabulary") from None
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=torch.float64).to(x.dtype)
+        if self.types is not None:
+            x = x + (self.types.weight[0] if types is None else self.types(types))
+        elif types is not None:
+            raise ValueError("types are given, but this model has no token types; accepted: None")
+        if self.places is not None:
+            x = x + self.places(positions)
+        if self.norm is not None:
+            x = self.norm(x)
+        return F.dropout(x, self.dropout, self.training) if self.dropout and self.training else x
+
+
+class Softcap(nn.Module):
+    """``cap * tanh(x / cap)``: bounds logits smoothly (Bello et al. 2016, arXiv:1611.09940)."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        if not cap > 0:
+            raise ValueError(f"cap={cap}; accepted: a positive number")
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cap * torch.tanh(x / self.cap)

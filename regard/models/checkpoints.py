@@ -1,0 +1,295 @@
+"""Loading a model from a folder or a GGUF file, and writing it back as a folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import CheckpointError
+from regard.models.files import SafetensorsSource, Source, read_json, replacing
+from regard.models.layouts import LAYOUTS, Layout, Plan
+from regard.models.model import Model, Origin
+from regard.models.tables import Row
+from regard.models.tokenizer import Tokenizer
+
+__all__ = ["load", "save"]
+
+Progress = Callable[[int, int], None]
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Loads a model from a Hugging Face folder or a ``.gguf`` file, in evaluation mode.
+
+    A folder holds ``config.json``, ``model.safetensors`` (or shards and their index) and, where it has one,
+    ``tokenizer.json``. Files that run code when read (pickles) are never opened. Nothing is passed over: an option or a
+    tensor that the family's layout does not know is an error, unless the layout lists it with a reason.
+
+    Args:
+        dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF).
+        device: where the parameters go; default the CPU. A tensor that needs no conversion stays mapped from its file.
+        progress: called with the number of tensors read and their total.
+
+    Raises:
+        FileNotFoundError: where there is no such file or folder.
+        CheckpointError: for a damaged file, an unknown family or option, and for tensors that are missing, unused,
+            misshapen, or tied by the options but different in the file; the text lists them.
+        TypeError: for a ``dtype`` that is not floating.
+
+    >>> model = load("tests/checkpoints/llama")
+    >>> model(torch.tensor([[1, 5, 9]])).shape
+    torch.Size([1, 3, 97])
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype}; accepted: a floating dtype, or None for the checkpoint's own")
+    path = Path(path)
+    if path.is_dir():
+        return _load_folder(path, dtype, device, progress)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file or folder; accepted: a folder with config.json, or a .gguf file")
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path}: accepted: a folder with config.json, or a .gguf file")
+    from regard.models.gguf import read_gguf
+
+    source, origin, plan = read_gguf(path)
+    return _fill(plan, origin, source, dtype or torch.float32, device, progress)
+
+
+def _load_folder(
+    folder: Path, dtype: torch.dtype | None, device: torch.device | str | None, progress: Progress | None
+) -> Model:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
+    config = read_json(folder / "config.json")
+    layout = LAYOUTS.get(str(config.get("model_type")))
+    if layout is None:
+        known = ", ".join(sorted(LAYOUTS))
+        raise CheckpointError(f"{folder / 'config.json'}: model_type={config.get('model_type')!r}; accepted: {known}")
+    source = _Renamed(SafetensorsSource(folder), layout)
+    extras = {
+        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()
+    }
+    tokenizer_file = folder / "tokenizer.json"
+    origin = Origin(
+        layout=layout,
+        config=config,
+        tokenizer=Tokenizer.from_file(tokenizer_file, extras.get("tokenizer_config.json", {}))
+        if tokenizer_file.is_file()
+        else "the folder has no tokenizer.json",
+        end_ids=_end_ids(config, extras.get("generation_config.json", {}), str(folder)),
+        extras=extras,
+    )
+    plan = layout.read(config, str(folder / "config.json"), source.has)
+    return _fill(plan, origin, source, dtype or _stated_dtype(config, source), device, progress)
+
+
+def _end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    value = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{where}: eos_token_id={value!r}; accepted: a token id, a list of them, or null")
+    return tuple(i for i in ids if i >= 0)
+
+
+def _stated_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
+    """The dtype that the options state; where they do not, that of the largest tensor."""
+    stated = config.get("dtype", config.get("torch_dtype"))
+    if stated is None:
+        shapes = source.shapes()
+        largest = max(shapes, key=lambda n: torch.Size(shapes[n]).numel(), default=None)
+        return torch.float32 if largest is None else source.read(largest).dtype
+    dtype = getattr(torch, str(stated).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"config.json: dtype={stated!r}; accepted: float32, bfloat16, float16 or float64")
+    return dtype
+
+
+class _Renamed:
+    """A file's tensors under the names of the layout's table: prefix present, old spellings replaced."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self.where = source.where
+        self._source = source
+        stored = source.shapes()
+        whole = any(name.startswith(layout.prefix) for name in stored)
+        self._names: dict[str, str] = {}
+        for name in stored:
+            own = name if whole or _headed(name, layout) else layout.prefix + name
+            for old, new in layout.spellings.items():
+                own = own.removesuffix(old) + new if own.endswith(old) else own
+            if own in self._names:
+                raise CheckpointError(f"{self.where}: {name} and {self._names[own]} are two spellings of one tensor")
+            self._names[own] = name
+        self._shapes = {own: stored[name] for own, name in self._names.items()}
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str) -> Tensor:
+        return self._source.read(self._names[name])
+
+
+def _headed(name: str, layout: Layout) -> bool:
+    """Whether a name belongs to a head, which has no prefix."""
+    return name.startswith("lm_head.") or any(fnmatchcase(name, i.pattern) for i in layout.ignored)
+
+
+def _fill(
+    plan: Plan,
+    origin: Origin,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    progress: Progress | None,
+) -> Model:
+    """Builds the model without memory, checks every name and shape, then puts the file's tensors in their places."""
+    with torch.device("meta"):
+        model = plan.make()
+    model.origin = origin
+    names = _check(plan, model, origin.layout, source)
+    for done, row in enumerate(plan.rows):
+        tensor = source.read(names.get(row.stored, row.stored))
+        for own, part in zip(row.own, row.reshape.split(tensor), strict=True):
+            _place(model, own, part.to(device=device or "cpu", dtype=dtype))
+        if progress is not None:
+            progress(done + 1, len(plan.rows))
+    return model.eval()
+
+
+def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str, str]:
+    """Raises for every tensor that does not fit; returns under which name the tied table is stored."""
+    stored, targets = source.shapes(), model.state_dict()
+    described = [own for row in plan.rows for own in row.own]
+    if sorted(described) != sorted(targets):
+        odd = sorted(set(described) ^ set(targets))
+        raise CheckpointError(
+            f"layout {layout.model_type!r}: the table and the model differ in {odd}; this is a defect of regard"
+        )
+    tied = [name for name in plan.tied if name in stored]
+    names = {plan.tied[0]: tied[0]} if tied else {}
+    wanted = {row.stored for row in plan.rows}
+    missing = sorted(name for name in wanted if names.get(name, name) not in stored)
+    unused = sorted(
+        name
+        for name in stored
+        if name not in wanted | set(tied) and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
+    )
+    shapes = [
+        text for row in plan.rows for text in _misshapen(row, stored.get(names.get(row.stored, row.stored)), targets)
+    ]
+    different = [
+        f"{first} and {other}"
+        for first, other in itertools.pairwise(tied)
+        if stored[first] != stored[other] or not torch.equal(source.read(first), source.read(other))
+    ]
+    problems = [
+        f"{kind}: {_listed(keys)}"
+        for kind, keys in (
+            ("missing tensors", missing),
+            ("unused tensors", unused),
+            ("tensors of another shape", shapes),
+            ("tied by the options (tie_word_embeddings) but different in the file", different),
+        )
+        if keys
+    ]
+    if problems:
+        raise CheckpointError(f"{source.where} does not fit the layout {layout.model_type!r}. " + "; ".join(problems))
+    return names
+
+
+def _misshapen(row: Row, shape: tuple[int, ...] | None, targets: Mapping[str, Tensor]) -> list[str]:
+    if shape is None:
+        return []
+    wanted = [tuple(targets[own].shape) for own in row.own]
+    try:
+        got = [tuple(part.shape) for part in row.reshape.split(torch.empty(shape, device="meta"))]
+    except (RuntimeError, ValueError, IndexError):
+        got = []
+    if got == wanted:
+        return []
+    joined = tuple(row.reshape.join([torch.empty(w, device="meta") for w in wanted]).shape)
+    return [f"{row.stored} is {shape}, expected {joined}"]
+
+
+def _listed(keys: Sequence[str], most: int = 40) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more
+
+
+def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    module = model.get_submodule(parent)
+    module._parameters[leaf] = nn.Parameter(tensor)
+
+
+def save(model: Model, folder: str | Path) -> None:
+    """Writes a loaded model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's
+    files.
+
+    Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its family's
+    layout, dequantised. Files are written beside their places and moved there when all are complete.
+
+    Raises:
+        CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not fit
+        it.
+        ValueError: where ``folder`` is a file.
+    """
+    from safetensors.torch import save_file
+
+    if model.origin is None:
+        raise CheckpointError(
+            "the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model"
+        )
+    origin, folder = model.origin, Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder={str(folder)!r} is a file; accepted: a folder, existing or not")
+    layout = origin.layout
+    own = model.state_dict()
+    plan = layout.read(origin.config, "the model's options", lambda name: True)
+    if any(name not in own for row in plan.rows for name in row.own):  # parts that are there or not without an option
+        plan = layout.read(origin.config, "the model's options", lambda name: False)
+    wanted = {name for row in plan.rows for name in row.own}
+    if wanted != set(own):
+        raise CheckpointError(
+            f"the model's parameters do not fit the layout {layout.model_type!r}: {_listed(sorted(wanted ^ set(own)))}"
+        )
+    tensors = {
+        row.stored.removeprefix(layout.prefix) if layout.headless else row.stored: row.reshape.join(
+            [own[n] for n in row.own]
+        )
+        for row in plan.rows
+    }
+    texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as place:
+        copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}
+        save_file(copies, str(place("model.safetensors")), metadata={"format": "pt"})
+        for name, value in texts.items():
+            place(name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if isinstance(origin.tokenizer, Tokenizer):
+            place("tokenizer.json").write_text(origin.tokenizer.to_json(), encoding="utf-8")
+
+
+def _written_config(origin: Origin, own: Mapping[str, Tensor]) -> dict[str, Any]:
+    config = {k: v for k, v in origin.config.items() if k != "torch_dtype"}
+    dtype = str(next(iter(own.values())).dtype).removeprefix("torch.")
+    return {
+        **config,
+        "architectures": [origin.layout.architecture],
+        "model_type": origin.layout.model_type,
+        "dtype": dtype,
+    }

@@ -1,0 +1,178 @@
+"""Reading a ``config.json``: every option is either read, known to change nothing, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from regard.errors import CheckpointError
+
+__all__ = ["Config"]
+
+# Options that describe the file, its training or its use, never what a forward pass in evaluation computes.
+INERT = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "cache_implementation",
+        "custom_pipelines",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "eos_token_id",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "max_position_embeddings",
+        "min_length",
+        "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "router_aux_loss_coef",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "typical_p",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+
+
+class Config:
+    """The options of one checkpoint, as a layout reads them.
+
+    Reading marks an option as understood. :meth:`close` then refuses every option that was neither read nor is known to
+    be without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the
+    result is never passed over in silence.
+
+    ``synonyms`` maps the family's other spellings to the name that the layout asks for.
+
+    >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
+    >>> c.count("num_attention_heads", 8)
+    4
+    >>> c.close()
+    Traceback (most recent call last):
+    ...
+    regard.errors.CheckpointError: config.json: unknown option shear=2.0; this layout does not know what it changes
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str, synonyms: Mapping[str, str] | None = None) -> None:
+        self.source = source
+        self.values: dict[str, Any] = {}
+        self._read: set[str] = set()
+        for name, value in values.items():
+            proper = (synonyms or {}).get(name, name)
+            if proper in self.values and self.values[proper] != value:
+                raise CheckpointError(f"{source}: {name}={value!r} contradicts {proper}={self.values[proper]!r}")
+            self.values[proper] = value
+
+    def error(self, name: str, value: object, accepted: str) -> CheckpointError:
+        """A refusal of one option that names it, what came and what is accepted."""
+        return CheckpointError(f"{self.source}: {name}={value!r} is not supported; accepted: {accepted}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The raw value, ``null`` included; ``default`` only where the option is absent."""
+        self._read.add(name)
+        return self.values.get(name, default)
+
+    def count(self, name: str, default: int) -> int:
+        """A positive integer; ``null`` counts as absent."""
+        value = self._or_default(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, value, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number; ``null`` counts as absent."""
+        value = self._or_default(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.error(name, value, "a finite number")
+        return float(value)
+
+    def positive(self, name: str, default: float | None) -> float | None:
+        """A positive number, or ``None`` where the option is ``null`` (or absent with that default)."""
+        value = self.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.error(name, value, "a positive number, or null for none")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean; ``null`` counts as absent."""
+        value = self._or_default(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def dropout(self, name: str, default: float = 0.0) -> float:
+        """A dropout probability."""
+        value = self.number(name, default)
+        if not 0.0 <= value <= 1.0:
+            raise self.error(name, value, "a probability from 0 to 1")
+        return value
+
+    def name(self, name: str, default: str, known: Collection[str]) -> str:
+        """One of the known names."""
+        value = self._or_default(name, default)
+        if not isinstance(value, str) or value not in known:
+            raise self.error(name, value, ", ".join(sorted(known)))
+        return value
+
+    def only(self, name: str, accepted: Sequence[Any], why: str = "") -> None:
+        """Refuses every value of an option but those that mean what the layout does anyway."""
+        value = self.get(name, accepted[0])
+        if value not in accepted:
+            raise self.error(name, value, " or ".join(repr(a) for a in accepted) + (f" ({why})" if why else ""))
+
+    def close(self, inert: Iterable[str] = ()) -> None:
+        """Refuses the options that nobody has read."""
+        known = self._read | INERT | set(inert)
+        unknown = {k: v for k, v in self.values.items() if k not in known and v not in (None, False, [], {}, "")}
+        if unknown:
+            names = ", ".join(f"{k}={v!r}" for k, v in sorted(unknown.items()))
+            plural, it = ("s", "they change") if len(unknown) > 1 else ("", "it changes")
+            raise CheckpointError(f"{self.source}: unknown option{plural} {names}; this layout does not know what {it}")
+
+    def _or_default(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
+        return default if value is None else value

@@ -1,0 +1,142 @@
+"""Reading and writing the files of a checkpoint folder: JSON and safetensors, never anything that runs code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from regard.errors import CheckpointError
+
+__all__ = ["Source", "SafetensorsSource", "read_json", "replacing"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Source(Protocol):
+    """Named tensors that are read one at a time."""
+
+    where: str
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape, without reading the tensors."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; it may be mapped from the file rather than copied."""
+        ...
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object.
+
+    Raises:
+        CheckpointError: where it does not.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: not a readable JSON file ({e})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}; accepted: one JSON object")
+    return value
+
+
+class SafetensorsSource:
+    """``model.safetensors``, or the shards that ``model.safetensors.index.json`` names.
+
+    Tensors are mapped from the file, so a folder larger than memory opens at once and pages come as they are used.
+
+    Raises:
+        CheckpointError: for a folder with neither file, a shard that is absent, outside the folder or damaged, and an
+        index
+            that does not say what the shards hold.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._open_files: dict[str, Any] = {}
+        self._shard: dict[str, str] = {}
+        if (folder / SINGLE).is_file():
+            self.where = str(folder / SINGLE)
+            self._shard = dict.fromkeys(self._open(folder, SINGLE).keys(), SINGLE)
+        elif (folder / INDEX).is_file():
+            self.where = str(folder / INDEX)
+            self._read_index(folder, read_json(folder / INDEX))
+        else:
+            other = sorted(
+                p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+            )
+            found = f"; found {', '.join(other)}, which are never opened" if other else ""
+            raise CheckpointError(f"{folder}: no weights; accepted: {SINGLE}, or {INDEX} with its shards{found}")
+
+    def _open(self, folder: Path, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file: Any = safe_open(str(folder / name), framework="pt")
+            file.keys()
+        except (SafetensorError, OSError, ValueError) as e:
+            raise CheckpointError(f"{folder / name}: damaged or not a safetensors file ({e})") from None
+        self._open_files[name] = file
+        return file
+
+    def _read_index(self, folder: Path, index: Mapping[str, Any]) -> None:
+        table = index.get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+            raise CheckpointError(f"{self.where}: no weight_map; accepted: an object from tensor names to shard files")
+        shards = sorted(set(table.values()))
+        for shard in shards:
+            if Path(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
+                raise CheckpointError(
+                    f"{self.where}: names the shard {shard!r}; accepted: plain file names in the folder"
+                )
+        for shard in shards:
+            if not (folder / shard).is_file():
+                raise CheckpointError(f"{self.where}: names the shard {shard!r}, which is absent from {folder}")
+            held = set(self._open(folder, shard).keys())
+            named = {name for name, s in table.items() if s == shard}
+            if held != named:
+                raise CheckpointError(
+                    f"{self.where}: does not say what {shard} holds; named but absent: {sorted(named - held)}; "
+                    f"present but not named: {sorted(held - named)}"
+                )
+        self._shard = dict(table)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(self._open_files[s].get_slice(name).get_shape()) for name, s in self._shard.items()}
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import SafetensorError
+
+        try:
+            tensor: Tensor = self._open_files[self._shard[name]].get_tensor(name)
+        except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as e:
+            raise CheckpointError(f"{self.where}: {name} cannot be read ({e})") from None
+        return tensor
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
+    """Files written beside their places and moved there together at the end; nothing remains of a failed attempt.
+
+    Gives a function from a file's name to the path to write.
+    """
+    written: dict[Path, Path] = {}
+
+    def place(name: str) -> Path:
+        temporary = folder / f".{name}.{os.getpid()}.tmp"
+        written[temporary] = folder / name
+        return temporary
+
+    try:
+        yield place
+        for temporary, final in written.items():
+            os.replace(temporary, final)
+    finally:
+        for temporary in written:
+            temporary.unlink(missing_ok=True)

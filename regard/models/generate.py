@@ -1,0 +1,339 @@
+"""Continuing texts with a decoder and its cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from regard.models.decoder import Decoder
+from regard.models.sampling import Sampling
+from regard.models.tokenizer import TextStream
+
+__all__ = ["Continuation", "Generation", "Statistics", "Stream", "generate", "stream"]
+
+Prompt = str | Sequence[int] | Tensor
+Finish = Literal["length", "end", "stop"]
+
+
+@dataclass
+class Statistics:
+    """What a generation took: tokens (without padding), seconds, bytes of cache at its end."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cache_bytes: int = 0
+    cache_tokens: int = 0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Steps a second after the first token; each gives one token a row."""
+        return self.steps / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows one prompt: new ids (with the end token), their text where there is a tokenizer, why it ends."""
+
+    ids: list[int]
+    text: str | None
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One continuation a prompt, in their order."""
+
+    continuations: list[Continuation]
+    statistics: Statistics
+
+    def __getitem__(self, row: int) -> Continuation:
+        return self.continuations[row]
+
+    def __len__(self) -> int:
+        return len(self.continuations)
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """When a text ends, beside its length."""
+
+    ids: frozenset[int]
+    stop: tuple[str, ...]
+
+
+class _Row:
+    """The text of one row as it grows: finds stop strings across tokens, and holds back what may become one."""
+
+    def __init__(self, ends: _Ends, text: TextStream | None) -> None:
+        self.ends = ends
+        self.stream = text
+        self.ids: list[int] = []
+        self.finish: Finish | None = None
+        self.text = ""
+        self._given = 0
+
+    def push(self, token: int) -> None:
+        self.ids.append(token)
+        if token in self.ends.ids:
+            self.finish = "end"
+        if self.stream is not None:
+            # the end token's own text, where it has one, is no part of the continuation
+            self._add(self.stream.flush() if self.finish == "end" else self.stream.push(token))
+
+    def end(self) -> None:
+        """The length is reached: whatever is open or held back is final."""
+        if self.finish is None:
+            self.finish = "length"
+            if self.stream is not None:
+                self._add(self.stream.flush())
+
+    def _add(self, piece: str) -> None:
+        longest = max((len(s) for s in self.ends.stop), default=1)
+        before = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        hits = [at for s in self.ends.stop if (at := self.text.find(s, before)) >= 0]
+        if hits:
+            self.text = self.text[: min(hits)]
+            self.finish = "stop"
+
+    def ready(self) -> str:
+        """The text since the last call that no stop string can claim any more."""
+        safe = len(self.text)
+        if self.finish is None:
+            for s in self.ends.stop:
+                held = next((n for n in range(min(len(s) - 1, len(self.text)), 0, -1) if self.text.endswith(s[:n])), 0)
+                safe = min(safe, len(self.text) - held)
+        piece = self.text[self._given : safe]
+        self._given = max(self._given, safe)
+        return piece
+
+
+def generate(
+    model: Decoder,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    end_ids: Iterable[int] | None = None,
+) -> Generation:
+    """Continues one or several prompts, together, with a cache.
+
+    Prompts of different lengths are padded on the left; padding changes no result. A row that has ended waits for the
+    others.
+
+    Args:
+        prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``.
+        max_tokens: new tokens a row at most.
+        temperature, top_k, top_p, seed: see :class:`~regard.models.sampling.Sampling`; the default takes the most
+            probable token.
+        stop: texts that end a continuation as soon as one of them is complete, across the borders of tokens too; they
+            are no part of it.
+        end_ids: tokens that end a continuation; default the checkpoint's, ``()`` for none.
+
+    Raises:
+        ValueError, TypeError: for an empty prompt where the tokenizer has no token that begins a text, for texts or
+        ``stop``
+            without a tokenizer, and for an argument out of its range.
+
+    >>> from regard.models import load
+    >>> model = load("tests/checkpoints/llama")
+    >>> len(generate(model, [[5, 9, 11], [7]], max_tokens=4, end_ids=())[1].ids)
+    4
+    """
+    run = _Run(model, _token_rows(model, prompts), max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids)
+    for _ in run:
+        pass
+    texts = [None if row.stream is None else row.text for row in run.rows]
+    finishes: list[Finish] = [row.finish or "length" for row in run.rows]
+    done = [Continuation(row.ids, text, why) for row, text, why in zip(run.rows, texts, finishes, strict=True)]
+    return Generation(done, run.statistics)
+
+
+def stream(
+    model: Decoder,
+    prompt: Prompt,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    end_ids: Iterable[int] | None = None,
+) -> Stream:
+    """Continues one prompt and gives its text piece by piece; the arguments are :func:`generate`'s.
+
+    A piece never ends inside a character, and never holds a beginning of a stop string that may still come. The pieces
+    joined are the text that :func:`generate` gives.
+
+    Raises:
+        ValueError, TypeError: as :func:`generate`, at once; and for a model without a tokenizer.
+    """
+    rows = _token_rows(model, prompt)
+    if len(rows) != 1:
+        raise ValueError(f"prompt holds {len(rows)} texts; accepted: one")
+    model.tokenizer  # noqa: B018  raises where there is none
+    return Stream(_Run(model, rows, max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids))
+
+
+class Stream:
+    """An iterator of text pieces; :attr:`statistics`, :attr:`ids` and :attr:`finish` are final when it is exhausted."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._pieces = self._iterate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def _iterate(self) -> Iterator[str]:
+        (row,) = self._run.rows
+        for _ in self._run:
+            if piece := row.ready():
+                yield piece
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts and times so far."""
+        return self._run.statistics
+
+    @property
+    def ids(self) -> list[int]:
+        """The new token ids so far."""
+        return list(self._run.rows[0].ids)
+
+    @property
+    def finish(self) -> Finish | None:
+        """Why the text ended; ``None`` before that."""
+        return self._run.rows[0].finish
+
+
+@dataclass
+class _Run:
+    """One generation: prefill, then steps until every row has ended. Iterating advances it by a token a row."""
+
+    model: Decoder
+    prompts: list[list[int]]
+    max_tokens: int
+    sampling: Sampling
+    stop: str | Sequence[str]
+    end_ids: Iterable[int] | None
+    rows: list[_Row] = field(init=False)
+    statistics: Statistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens!r}; accepted: a positive integer")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise ValueError(f"stop={self.stop!r}; accepted: texts that are not empty")
+        ends = _Ends(frozenset(self.model.end_ids if self.end_ids is None else self.end_ids), stops)
+        origin = self.model.origin
+        with_text = origin is not None and not isinstance(origin.tokenizer, str)
+        if stops:
+            self.model.tokenizer  # noqa: B018  raises where there is none
+        self.rows = [_Row(ends, self.model.tokenizer.stream() if with_text else None) for _ in self.prompts]
+        self.statistics = Statistics(prompt_tokens=sum(map(len, self.prompts)))
+
+    def __iter__(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield from self._steps()
+        finally:
+            self.model.train(was_training)
+
+    def _steps(self) -> Iterator[None]:
+        device = self.model.embedding.tokens.weight.device
+        ids, keep = _padded(self.prompts, device)
+        cache = self.model.init_cache(len(self.prompts), ids.shape[1] + self.max_tokens - 1)
+        choose = self.sampling.chooser(len(self.prompts))
+        s = self.statistics
+        for step in range(self.max_tokens):
+            start = time.perf_counter()
+            with torch.no_grad():
+                logits = self.model(ids, keep=keep, cache=cache, last_only=True)
+                ids = choose(logits[:, -1])[:, None]
+            keep = None
+            tokens = ids[:, 0].tolist()
+            took = time.perf_counter() - start
+            if step == 0:
+                s.prefill_seconds = took
+            else:
+                s.decode_seconds += took
+                s.steps += 1
+            s.cache_bytes, s.cache_tokens = cache.nbytes, cache.length
+            for row, token in zip(self.rows, tokens, strict=True):
+                if row.finish is None:
+                    row.push(token)
+                    s.new_tokens += 1
+                    if step + 1 == self.max_tokens:
+                        row.end()
+            yield
+            if all(row.finish is not None for row in self.rows):
+                return
+
+
+def _padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Ids ``(B, T)`` with the shorter rows padded on the left, and which tokens are real (``None``: all)."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    if all(len(p) == longest for p in prompts):
+        return ids, None
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
+
+
+def _token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    """The ids of each prompt."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"model is a {type(model).__name__}; accepted: a Decoder")
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
+        many: list[Prompt] = list(prompts)
+    elif isinstance(prompts, (str, Tensor)) or all(isinstance(p, int) for p in prompts):
+        many = [prompts]  # type: ignore[list-item]
+    else:
+        many = list(prompts)  # type: ignore[arg-type]
+    if not many:
+        raise ValueError("prompts is empty; accepted: at least one prompt")
+    return [_token_row(model, p) for p in many]
+
+
+def _token_row(model: Decoder, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, Tensor):
+        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+            raise ValueError(
+                f"a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)"
+            )
+        ids = [int(i) for i in prompt.tolist()]
+    elif isinstance(prompt, str):
+        ids = model.tokenizer.encode(prompt)
+    else:
+        ids = list(prompt)
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise TypeError("a prompt holds something else than integers; accepted: a text, token ids or a tensor")
+    if ids:
+        return ids
+    if model.origin is not None and not isinstance(model.origin.tokenizer, str) and model.tokenizer.bos_id is not None:
+        return [model.tokenizer.bos_id]
+    raise ValueError("a prompt is empty and no token that begins a text is known; accepted: at least one token")

@@ -1,0 +1,18 @@
+"""One layout a family, as data; ``config.json``'s ``model_type`` picks it."""
+
+from __future__ import annotations
+
+from regard.models.layouts.base import Layout, Plan
+from regard.models.layouts.bert import BERT
+from regard.models.layouts.bloom import BLOOM
+from regard.models.layouts.falcon import FALCON
+from regard.models.layouts.gemma2 import GEMMA2
+from regard.models.layouts.gpt_oss import GPT_OSS
+from regard.models.layouts.llama import LLAMA, MISTRAL
+
+__all__ = ["LAYOUTS", "Layout", "Plan"]
+
+LAYOUTS: dict[str, Layout] = {
+    layout.model_type: layout for layout in (BERT, BLOOM, FALCON, GEMMA2, GPT_OSS, LLAMA, MISTRAL)
+}
+"""Every family that can be loaded, by its ``model_type``."""

@@ -1,0 +1,68 @@
+"""What a layout is: a family's options, parts and tensor names, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from regard.models.config import Config
+from regard.models.model import Model
+from regard.models.tables import Ignored, Row
+
+__all__ = ["Layout", "Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one checkpoint's options say.
+
+    Args:
+        make: builds the model; called once, where tensors may be placeholders without memory.
+        rows: the tensors that the file must hold.
+        tied: names in the file for the table that embedding and head share; empty where they are two tensors. The first
+            name is the one that is written.
+    """
+
+    make: Callable[[], Model]
+    rows: list[Row]
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A family of checkpoints.
+
+    Args:
+        model_type: what ``config.json`` calls it.
+        architecture: the class that other software loads a saved folder with.
+        plan: from the options to a :class:`Plan`. The second argument tells whether a tensor of that name is in the
+            file, for the few parts that are there or not without an option saying so.
+        prefix: leads the names of a file with a head, and is absent from one that was saved without it.
+        headless: whether a folder is written without head and prefix.
+        spellings: older endings of tensor names, each with the present one.
+        ignored: tensors that may stand unused, with reasons.
+        synonyms: other spellings of options.
+        inert: further options of the family that change nothing.
+    """
+
+    model_type: str
+    architecture: str
+    plan: Callable[[Config, Callable[[str], bool]], Plan]
+    prefix: str = ""
+    headless: bool = False
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[Ignored, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    inert: frozenset[str] = frozenset()
+
+    def read(self, config: Mapping[str, Any], source: str, has: Callable[[str], bool]) -> Plan:
+        """The plan of one checkpoint; every option is understood or refused.
+
+        Raises:
+            CheckpointError: naming an option that is unknown, or whose value is not supported.
+        """
+        options = Config(config, source, self.synonyms)
+        plan = self.plan(options, has)
+        options.close(self.inert)
+        return plan

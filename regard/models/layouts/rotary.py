@@ -1,0 +1,111 @@
+"""Rotary positions as configuration files state them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.errors import CheckpointError
+from regard.models.config import Config
+from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+
+__all__ = ["RotaryWithinContext", "rotary_from_config"]
+
+
+@dataclass(frozen=True)
+class RotaryWithinContext(Rotary):
+    """A rotary part whose frequencies would change past the trained context ("dynamic" NTK scaling), kept within it.
+
+    Up to ``max_positions`` such a checkpoint rotates like any other. Past it the base grows with the current length, so
+    a sequence read in two calls would differ from the same sequence read in one; that is refused.
+
+    Raises:
+        ValueError: for a position past ``max_positions`` (read in eager mode on a CPU).
+    """
+
+    max_positions: int = 0
+
+    def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        if positions.numel() and positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            last = int(positions.max())
+            if last >= self.max_positions:
+                raise ValueError(
+                    f"position {last} lies past max_position_embeddings={self.max_positions}, where this checkpoint's "
+                    "dynamic rotary scaling depends on how a text is split into calls; accepted: shorter texts"
+                )
+        return super().angles(positions, dtype)
+
+
+def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, partial: bool = False) -> Rotary:
+    """The rotary part from ``rope_parameters``, or from the older ``rope_scaling``, ``rope_theta``,
+    ``partial_rotary_factor``.
+
+    Args:
+        base: the family's default for ``rope_theta``.
+        partial: whether the family rotates only a part of each head where ``partial_rotary_factor`` says so.
+
+    Raises:
+        CheckpointError: naming a kind of scaling, or an option of it, that is not known.
+    """
+    raw: dict[str, Any] = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
+    c.get("rope_parameters")
+    where = f"{c.source}: rope_parameters"
+    raw.setdefault("rope_theta", c.number("rope_theta", base))
+    raw.setdefault("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
+    old = raw.pop("type", "default")
+    kind = raw.pop("rope_type", old)
+    if kind in ("llama3", "yarn"):
+        outer = c.get("original_max_position_embeddings")
+        raw.setdefault("original_max_position_embeddings", c.get("max_position_embeddings"))
+        if outer is not None:
+            raw["original_max_position_embeddings"] = outer
+    options = Config({k: v for k, v in raw.items() if v is not None}, where)
+    fraction = options.number("partial_rotary_factor", 1.0)
+    if fraction != 1.0 and not partial:
+        raise options.error("partial_rotary_factor", fraction, "1.0: this family rotates whole heads")
+    theta = options.number("rope_theta", base)
+    factor = options.positive("factor", None)
+    width = int(head_dim * fraction)
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    if kind == "dynamic":
+        _needed(options, "factor", factor)
+        options.close()
+        return RotaryWithinContext(width, base=theta, max_positions=c.count("max_position_embeddings", 0))
+    if kind == "default":
+        pass
+    elif kind == "linear":
+        scaling = LinearScaling(_needed(options, "factor", factor))
+    elif kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=_needed(options, "factor", factor),
+            low_freq_factor=_needed(options, "low_freq_factor", options.positive("low_freq_factor", None)),
+            high_freq_factor=_needed(options, "high_freq_factor", options.positive("high_freq_factor", None)),
+            original_max_positions=options.count("original_max_position_embeddings", 0),
+        )
+    elif kind == "yarn":
+        original = options.count("original_max_position_embeddings", 0)
+        scaling = YarnScaling(
+            factor=c.count("max_position_embeddings", 0) / original if factor is None else factor,
+            original_max_positions=original,
+            beta_fast=options.number("beta_fast", 32.0) or 32.0,
+            beta_slow=options.number("beta_slow", 1.0) or 1.0,
+            truncate=options.flag("truncate", True),
+            attention_factor=options.positive("attention_factor", None),
+            mscale=options.get("mscale"),
+            mscale_all_dim=options.get("mscale_all_dim"),
+        )
+    else:
+        raise CheckpointError(
+            f"{where}: rope_type={kind!r} is not supported; accepted: default, dynamic, linear, llama3, yarn"
+        )
+    options.close()
+    return Rotary(width, base=theta, scaling=scaling)
+
+
+def _needed(options: Config, name: str, value: float | None) -> float:
+    if value is None:
+        raise CheckpointError(f"{options.source}: {name} is missing")
+    return value

@@ -1,0 +1,135 @@
+"""Tables of tensor names: which tensors of a file are which tensors of a model, read in both directions.
+
+A row of a table maps names of the file to names of the model. Most rows are one to one; the others state a reshape that
+goes both ways, so that loading and saving cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["FusedQKV", "Ignored", "Reshape", "RotaryPermuted", "Row", "Same", "Transposed", "expand", "fused", "same"]
+
+
+class Reshape(Protocol):
+    """How one tensor of a file becomes tensors of the model, and back."""
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        """From the file to the model."""
+        ...
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """From the model to the file."""
+        ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """The tensor itself."""
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        return (stored,)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        return part
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A weight stored as ``(in, out)``."""
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        return (stored.t().contiguous(),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        return part.t().contiguous()
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """Query, key and value projections in one tensor, by rows.
+
+    The rows come in ``groups`` equal bundles, each holding its share of the query heads, then of the key heads, then of
+    the value heads. ``groups=1`` is ``[all q | all k | all v]``; one bundle a key/value head is
+    ``[q .. q k v] [q .. q k v] ..``; with as many key/value heads as query heads that is ``[q k v]`` head by head.
+
+    >>> rows = torch.arange(16.0)                                       # heads=4, kv_heads=2, head_dim=2
+    >>> [part.tolist() for part in FusedQKV(4, 2, 2, groups=2).split(rows)]
+    [[0.0, 1.0, 2.0, 3.0, 8.0, 9.0, 10.0, 11.0], [4.0, 5.0, 12.0, 13.0], [6.0, 7.0, 14.0, 15.0]]
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    groups: int
+
+    def _sizes(self) -> list[int]:
+        return [n * self.head_dim // self.groups for n in (self.heads, self.kv_heads, self.kv_heads)]
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        if stored.shape[0] != rows:
+            raise ValueError(f"shape {tuple(stored.shape)}; expected {rows} rows")
+        bundles = stored.view(self.groups, rows // self.groups, *stored.shape[1:])
+        return [part.reshape(-1, *stored.shape[1:]).clone() for part in bundles.split(self._sizes(), dim=1)]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        bundles = [p.reshape(self.groups, -1, *p.shape[1:]) for p in parts]
+        return torch.cat(bundles, dim=1).reshape(-1, *parts[0].shape[1:])
+
+
+@dataclass(frozen=True)
+class RotaryPermuted:
+    """Rows of a query or key projection stored for interleaved rotary pairs, in a model that rotates halves."""
+
+    heads: int
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        rows = stored.view(self.heads, -1, 2, *stored.shape[1:])
+        return (rows.transpose(1, 2).reshape(stored.shape),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        return part.view(self.heads, 2, -1, *part.shape[1:]).transpose(1, 2).reshape(part.shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of the file and the tensors of the model that it holds."""
+
+    stored: str
+    own: tuple[str, ...]
+    reshape: Reshape = field(default_factory=Same)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Tensors of a file that may stand unused: a pattern (``fnmatch``) and the reason."""
+
+    pattern: str
+    reason: str
+
+
+def same(names: dict[str, str]) -> list[Row]:
+    """One row a pair ``file: model``."""
+    return [Row(stored, (own,)) for stored, own in names.items()]
+
+
+def fused(stored: str, own: str, kinds: Iterable[str], reshape: Reshape) -> list[Row]:
+    """Rows for a fused projection: ``own`` with ``*`` for q, k and v, and one row a kind (``weight``, ``bias``)."""
+    return [Row(f"{stored}.{k}", tuple(f"{own}.{k}".replace("*", c) for c in "qkv"), reshape) for k in kinds]
+
+
+def expand(rows: Iterable[Row], layer: int) -> list[Row]:
+    """The rows with ``{i}`` replaced by a layer's number."""
+    return [
+        Row(r.stored.replace("{i}", str(layer)), tuple(o.replace("{i}", str(layer)) for o in r.own), r.reshape)
+        for r in rows
+    ]

@@ -1,0 +1,237 @@
+"""Every tiny checkpoint below $REGARD_CHECKPOINTS (default tests/checkpoints), against what another library answered.
+
+A folder holds a checkpoint, ``expected.safetensors`` (``input.*``: arguments of the call, ``output.*``: the answer) and
+``expected.json``. Its name is a label; ``config.json`` says what it is. A folder whose family has no layout is skipped
+and named in the summary.
+"""
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from regard.models import LAYOUTS, Decoder, generate, load
+
+HERE = Path(__file__).parent
+ROOT = Path(os.environ.get("REGARD_CHECKPOINTS", HERE / "checkpoints"))
+FOLDERS = sorted(p.parent for p in ROOT.glob("**/expected.safetensors"))
+
+
+@lru_cache
+def model_type(folder):
+    return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+@lru_cache
+def model_of(folder, dtype=torch.float32):
+    return load(folder, dtype=dtype)
+
+
+@lru_cache
+def case(folder):
+    """The tensors, and the tolerance: 20 times the peer's own float32-float64 spread, at least 1e-5 of its size."""
+    tensors = load_file(folder / "expected.safetensors")
+    about = json.loads((folder / "expected.json").read_text())
+    spread = about.get("float32_vs_float64") or 0.0
+    largest = about.get("max_abs") or max(
+        float(t.abs().max()) for n, t in tensors.items() if n.startswith("output.log")
+    )
+    return tensors, max(20 * spread, 1e-5 * largest)
+
+
+def covered(folder):
+    return model_type(folder) in LAYOUTS
+
+
+def is_decoder(folder):
+    return any(name.startswith("output.greedy") for name in case(folder)[0])
+
+
+def over(folders):
+    """One test a folder."""
+    return pytest.mark.parametrize("folder", folders, ids=[str(f.relative_to(ROOT)) for f in folders])
+
+
+COVERED = [f for f in FOLDERS if covered(f)]
+DECODERS = [f for f in COVERED if is_decoder(f)]
+
+
+@pytest.fixture
+def decoder(folder):
+    model = model_of(folder)
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.fixture
+def expected(folder):
+    return case(folder)
+
+
+def error(got, want):
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all()
+    return float((got.double() - want.double()).abs().max())
+
+
+def arguments(tensors):
+    """The call's tensors under this library's names."""
+    names = {"input.attention_mask": "keep", "input.token_type_ids": "types", "input.position_ids": "positions"}
+    unknown = {n for n in tensors if n.startswith("input.")} - set(names) - {"input.input_ids"}
+    assert not unknown, f"inputs that this test does not know: {unknown}"
+    given = {own: tensors[name] for name, own in names.items() if name in tensors}
+    if "keep" in given:
+        given["keep"] = given["keep"].bool()
+    return tensors["input.input_ids"], given
+
+
+@torch.no_grad()
+@over(FOLDERS)
+def test_forward(folder, expected):
+    if not covered(folder):
+        pytest.skip(f"not covered: {folder.relative_to(ROOT)}")
+    tensors, tolerance = expected
+    ids, given = arguments(tensors)
+    model = model_of(folder)
+    want = tensors["output.logits" if isinstance(model, Decoder) else "output.last_hidden_state"]
+    real = given.get("keep", torch.ones_like(ids, dtype=torch.bool))
+    assert error(model(ids, **given)[real], want[real]) <= tolerance
+
+
+@torch.no_grad()
+@over(COVERED)
+def test_float64(folder, expected):
+    """float64 throughout: as close to the peer's float64 answer, or to its float32 one, as that allows."""
+    tensors, tolerance = expected
+    ids, given = arguments(tensors)
+    model = model_of(folder, torch.float64)
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    got = model(ids, **given)
+    assert got.dtype == torch.float64
+    real = given.get("keep", torch.ones_like(ids, dtype=torch.bool))
+    for kind in ("logits", "last_hidden_state"):
+        if f"output.{kind}" in tensors:
+            assert error(got[real], tensors[f"output.{kind}"][real]) <= tolerance
+        if f"output64.{kind}" in tensors:
+            assert error(got[real], tensors[f"output64.{kind}"][real]) <= tolerance
+
+
+@torch.no_grad()
+@over(DECODERS)
+def test_left_padding(folder, decoder, expected):
+    """Row 1 behind padding, beside a longer row, gives what it gives alone."""
+    tensors, tolerance = expected
+    if "output.logits_row1_tail_alone" not in tensors:
+        pytest.skip("no such output in this folder")
+    ids, want = tensors["input.input_ids"], tensors["output.logits_row1_tail_alone"]
+    padding = ids.shape[1] - want.shape[1]
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    keep[1, :padding] = False
+    for filler in (0, ids.max().item()):
+        padded = ids.masked_fill(~keep, filler)
+        assert error(decoder(padded, keep=keep)[1:, padding:], want) <= tolerance
+    assert error(decoder(ids[1:, padding:]), want) <= tolerance
+
+
+@over(DECODERS)
+def test_greedy(folder, decoder, expected):
+    """The greedy continuation, with a cache, is the one that the peer found without."""
+    tensors, _ = expected
+    want = tensors["output.greedy_from_9_without_cache"][0].tolist()
+    prompt = tensors["input.input_ids"][0, :9].tolist()
+    assert want[:9] == prompt
+    got = generate(decoder, prompt, max_tokens=len(want) - 9, end_ids=())
+    assert prompt + got[0].ids == want
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [(1,), (7, 10), (5, 1, 4), (16, 1)], ids=str)
+@over(DECODERS)
+def test_pieces(folder, decoder, expected, sizes):
+    """Any split into calls gives what the whole gives, in float32 and with padding in front."""
+    tensors, _ = expected
+    ids = tensors["input.input_ids"]
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    keep[1, :3] = False
+    whole = decoder(ids, keep=keep)
+    cache = decoder.init_cache(*ids.shape)
+    pieces, at = [], 0
+    while at < ids.shape[1]:
+        part = slice(at, at + sizes[min(len(pieces), len(sizes) - 1)])
+        pieces.append(decoder(ids[:, part], keep=keep[:, part], cache=cache))
+        at += pieces[-1].shape[1]
+        assert cache.length == at
+    assert error(torch.cat(pieces, 1)[keep], whole[keep]) <= 1e-5 * float(whole.abs().max())
+
+
+@torch.no_grad()
+@over(DECODERS)
+def test_two_caches(folder, decoder, expected):
+    """Two texts continued in turn do not mix."""
+    ids = expected[0]["input.input_ids"]
+    whole = decoder(ids)
+    caches = [decoder.init_cache(1, ids.shape[1]) for _ in range(2)]
+    for part in (slice(0, 6), slice(6, 7), slice(7, ids.shape[1])):
+        for row, cache in enumerate(caches):
+            got = decoder(ids[row : row + 1, part], cache=cache)
+            assert error(got, whole[row : row + 1, part]) <= 1e-5 * float(whole.abs().max())
+
+
+@torch.no_grad()
+@over(DECODERS)
+def test_reorder_and_clone(folder, decoder, expected):
+    ids = expected[0]["input.input_ids"]
+    cache = decoder.init_cache(2, ids.shape[1])
+    decoder(ids[:, :9], cache=cache)
+    kept = cache.clone()
+    index = torch.tensor([1, 0, 0])
+    cache.reorder(index)
+    texts = torch.cat([ids[index, :9], torch.stack([ids[0, 9:11], ids[1, 9:11], ids[1, 10:12]])], 1)
+    want = decoder(texts)
+    tolerance = 1e-5 * float(want.abs().max())
+    assert error(decoder(texts[:, 9:], cache=cache), want[:, 9:]) <= tolerance
+    assert kept.length == 9
+    assert error(decoder(ids[:, 9:], cache=kept), decoder(ids)[:, 9:]) <= tolerance
+
+
+@torch.no_grad()
+@over(DECODERS)
+def test_reset(folder, decoder, expected):
+    ids = expected[0]["input.input_ids"]
+    cache = decoder.init_cache(2, ids.shape[1])
+    decoder(ids.flip(1), cache=cache)
+    cache.reset()
+    assert cache.length == 0
+    want = decoder(ids)
+    assert error(decoder(ids, cache=cache), want) <= 1e-5 * float(want.abs().max())
+
+
+@torch.no_grad()
+@over(DECODERS)
+def test_last_only(folder, decoder, expected):
+    ids = expected[0]["input.input_ids"]
+    want = decoder(ids)[:, -1:]
+    assert error(decoder(ids, last_only=True), want) <= 1e-5 * float(want.abs().max())
+
+
+@over(COVERED)
+def test_saved_and_loaded_again(folder, tmp_path):
+    """The file that is written holds the tensors that were read, bit by bit, under the same names."""
+    model = model_of(folder)
+    model.save(tmp_path / "again")
+    read, written = load_file(folder / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert set(written) == set(read)
+    for name, tensor in read.items():
+        assert torch.equal(written[name], tensor), name
+    again = load(tmp_path / "again")
+    assert type(again) is type(model)
+    for (name, a), b in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_some_folders_were_found():
+    assert FOLDERS, f"no checkpoints below {ROOT}"

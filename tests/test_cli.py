@@ -1,8 +1,10 @@
 """The command line, run in this process: what it prints, where, and its exit codes."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch
 import regard
 from regard.cli import main
 from regard.cli.expressions import Shape, read_bias, read_mask
+from regard.cli.generating import default_model
 from regard.masks import Band, Causal, KeyLengths, Prefix, Segments, Window
 
+ROOT = Path(__file__).parent.parent
 SHAPE = Shape(batch=2, heads=4, queries=5, keys=5)
 
 
@@ -125,3 +129,83 @@ def test_a_bug_is_not_dressed_as_a_mistake(monkeypatch):
     monkeypatch.setattr("regard.cli.explaining.explanation", broken)
     with pytest.raises(AssertionError, match="a bug"):
         main(["explain"])
+
+
+# generate: the checkpoints have no tokenizer, so what continues a text is the default model
+
+
+@pytest.fixture(scope="module")
+def paris():
+    """One run of the default model, as `make demo` does it, for all the tests below."""
+    command = [
+        sys.executable,
+        "-m",
+        "regard",
+        "generate",
+        "The capital of France is",
+        "--max-tokens",
+        "12",
+        "--threads",
+        "1",
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_generate_continues_the_text_and_tells_what_it_cost(paris):
+    assert paris.returncode == 0, paris.stderr
+    text, table = paris.stdout.rsplit("\n\n", 1)
+    assert text.startswith("The capital of France is Paris")
+    rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
+    assert set(rows) >= {"model", "backend", "prefill", "decode", "cache", "multi-head"}
+    assert re.search(r"\b(sdpa|chunked|reference|flex)\b", rows["backend"])
+    assert " 5 tokens" in rows["prefill"]
+    assert " 11 tokens" in rows["decode"]
+    assert "room for 16 tokens" in rows["cache"]
+    assert "2.9 times" in rows["multi-head"] or "3.0 times" in rows["multi-head"]
+
+
+def test_generate_stops_before_a_text_and_draws_the_same_again(capsys):
+    options = ["--max-tokens", "8", "--no-report", "--temperature", "1", "--seed", "3", "--top-k", "50"]
+    first = run(capsys, "generate", "Once upon a time", *options)
+    again = run(capsys, "generate", "Once upon a time", *options)
+    assert first == again
+    assert first[0] == 0
+    greedy = run(capsys, "generate", "The capital of France is", "--no-report", "--stop", "is", "--stop", "aris")
+    assert greedy == (0, "The capital of France is P\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "README.md"], "README.md"),
+        (["--model", "tests/checkpoints/bert"], "does not continue"),
+        (["--model", "tests/checkpoints/llama"], "tokenizer"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--top-p", "2"], "--top-p"),
+        (["--model", "tests/checkpoints/llama", "--backend", "fast"], "backend: expected one of"),
+        (["--threads", "0"], "--threads"),
+        (["--temperature", "warm"], "--temperature"),
+    ],
+)
+def test_a_mistake_in_generate_is_one_line_and_exit_code_2(capsys, monkeypatch, arguments, words):
+    monkeypatch.chdir(ROOT)
+    code, out, err = run(capsys, "generate", "Hello", *arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert words in err
+
+
+def test_without_weights_it_says_how_to_get_some():
+    with pytest.raises(ValueError, match="give --model FOLDER"):
+        default_model("no-such-distribution-of-weights")
+
+
+def test_list_names_every_mechanism_of_the_catalogue(capsys):
+    from regard.catalog import RECORDS
+
+    code, out, _ = run(capsys, "list", "--json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)] == [record.name for record in RECORDS]
+    code, out, _ = run(capsys, "list")
+    assert all(record.name in out for record in RECORDS)

@@ -24,7 +24,7 @@ for name in ("numpy", "safetensors", "tokenizers", "gguf", "typer", "rich", "tra
     sys.modules[name] = None
 import regard
 for item in pkgutil.walk_packages(regard.__path__, "regard."):
-    if item.name not in {"regard.cli.commands", "regard.__main__"}:
+    if item.name not in {"regard.cli.commands", "regard.cli.generating"}:
         importlib.import_module(item.name)
 print("imported")
 """

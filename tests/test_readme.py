@@ -17,7 +17,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(enc
 CONSOLE = [block for language, block in BLOCKS if language == "console"]
 
 
-def test_python_blocks_run():
+def test_python_blocks_run(monkeypatch):
+    monkeypatch.chdir(ROOT)
     namespace: dict[str, object] = {}
     for language, block in BLOCKS:
         if language == "python":

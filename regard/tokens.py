@@ -139,7 +139,7 @@ def place(
     count, last = (None, None) if log is None else log.last(length)
     if segments is not None:
         segments = segments.long()
-        _check_segments(segments, last)
+        _check_segments(segments, torch.zeros_like(segments[:, 0]) if last is None and length and tokens else last)
     elif last is not None:
         segments = last[:, None].expand(shape)
     if keep is None and segments is None:
@@ -159,8 +159,7 @@ def _check_segments(segments: Tensor, last: Tensor | None) -> None:
         return
     if bool((segments[:, 1:] < segments[:, :-1]).any()):
         raise ValueError("segments: expected ids that never fall within a row, got a smaller id after a larger one")
-    floor = torch.zeros_like(segments[:, 0]) if last is None else last
-    if last is not None and bool((segments[:, 0] < floor).any()):
+    if last is not None and bool((segments[:, 0] < last).any()):
         raise ValueError(
             "segments: the call's first id is smaller than the cache's last one; ids never fall within a row"
         )

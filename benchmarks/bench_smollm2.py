@@ -2,8 +2,8 @@
 
     python benchmarks/bench_smollm2.py [--tokens 64] [--rounds 5] [--dtype float32] [--threads 1 2]
 
-Same weights, dtype and prompt. The two take turns, so that whatever else the machine does hits both; the smallest time of
-each counts. Above 1 means that regard is faster.
+Same weights, dtype and prompt. The two take turns, so that whatever else the machine does hits both; the smallest time
+of each counts. Above 1 means that regard is faster.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class TopKRouter(nn.Module):
 class StackedExperts(nn.Module):
     """Experts ``down_e(act(x up_e + b_e)) + c_e`` in stacked tensors; ``act`` maps ``2 hidden`` channels to ``hidden``.
 
-    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from the
-    left. Only experts that a token chose are computed: cost ``O(N k dim hidden)``. Where the choice may not be looked at
+    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from
+    the left. Only experts that a token chose are computed: cost ``O(N k dim hidden)``. Where the choice may not be looked at
     (while tracing for a compiler, under function transforms) all are: ``O(N E dim hidden)``, the same to rounding.
     """
 
@@ -196,7 +196,8 @@ class StackedExperts(nn.Module):
         share = x.new_zeros(x.shape[0], self.down_proj.shape[0]).scatter(1, chosen, weights)
         hidden = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
         y = hidden @ self.down_proj + self.down_proj_bias[:, None]
-        return (y * share.t()[..., None]).sum(0)
+        out: Tensor = (y * share.t()[..., None]).sum(0)
+        return out
 
 
 class MixtureOfExperts(nn.Module):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from regard.biases import Bias
 from regard.masks import Full, Mask
+from regard.masks.intervals import PAST
 from regard.sites import Frame, Packing
 
-__all__ = ["AttentionCall", "sink_share"]
+__all__ = ["AttentionCall", "pattern_of", "sink_share", "zero_unread"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class AttentionCall:
     sink: Tensor | None
     dropout_p: float
     frame: Frame  # where the queries and keys stand
+    pattern: str  # what `pattern_of` says of the mask
     return_lse: bool
     seed: Tensor | None = None  # int64 (), drawn when dropout_p > 0 and the call runs
 
@@ -81,22 +83,21 @@ class AttentionCall:
         """The mask, `Full` where none was given."""
         return Full() if self.mask is None else self.mask
 
-    @property
-    def squarely_causal(self) -> bool:
-        """Whether the mask is exactly ``Causal`` with query r at key r, which torch's kernels call is_causal."""
-        offsets = self.effective_mask.offsets()
-        square = self.q.shape[2] == self.k.shape[2] and not isinstance(self.q_start, Tensor) and self.q_start == 0
-        return square and self.packing is None and offsets is not None and offsets.ranges == ((0, float("inf")),)
 
-    @property
-    def reads_everything(self) -> bool:
-        """Whether every query may attend to every key, by the mask's definition alone."""
-        if self.mask is None:
-            return True
-        offsets = self.mask.offsets()
-        if offsets is None or self.packing is not None or isinstance(self.q_start, Tensor):
-            return False
-        return offsets.meet(self.q_start - self.k.shape[2] + 1, self.q_start + self.q.shape[2] - 1)[1]
+def pattern_of(mask: Mask | None, frame: Frame) -> str:
+    """ "full": every query may attend to every key; "causal": query r to keys 0..r of as many; else "other".
+
+    By the mask's definition alone; packed rows and starts given per row are "other".
+    """
+    if mask is None:
+        return "full"
+    offsets = mask.offsets()
+    if offsets is None or frame.packing is not None or isinstance(frame.q_start, Tensor):
+        return "other"
+    if offsets == PAST and frame.q_start == 0 and frame.q_len == frame.k_len:
+        return "causal"
+    lowest, highest = frame.q_start - frame.k_len + 1, frame.q_start + frame.q_len - 1
+    return "full" if offsets.meet(lowest, highest)[1] else "other"
 
 
 def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
@@ -109,3 +110,13 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     dead = lse == -torch.inf
     share = torch.sigmoid(torch.where(dead, 0.0, lse) - sink)
     return torch.where(dead, 0.0, share)
+
+
+def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with 0 where no query of the batch row may read: such a key may hold NaN, and ``0 * NaN`` is NaN.
+
+    `allowed` is (B, Hq, Tq, Tk) whole.
+    """
+    read = allowed.flatten(1, 2).any(1)[:, None, :, None]
+    zero = torch.zeros((), dtype=k.dtype, device=k.device)
+    return torch.where(read, k, zero), torch.where(read, v, zero)

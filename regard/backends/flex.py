@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.backends.call import AttentionCall
+from regard.backends.call import AttentionCall, zero_unread
 from regard.masks import Mask
 from regard.sites import Site
 
@@ -68,13 +68,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         rows, heads = (n if n > 1 else None for n in kinds.shape[:2])
         device = str(call.q.device)
         block_mask = create_block_mask(mask.mask_mod(start), rows, heads, q_len, k_len, device=device)
-        read = (
-            mask.allows_at(call.frame.site())
-            .expand(batch, q_heads, q_len, k_len)
-            .flatten(1, 2)
-            .any(1)[:, None, :, None]
-        )
-        k, v = (torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (k, v))
+        k, v = zero_unread(mask.allows_at(call.frame.site()).expand(batch, q_heads, q_len, k_len), k, v)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.backends.call import AttentionCall, sink_share
+from regard.backends.call import AttentionCall, sink_share, zero_unread
 from regard.backends.dropout import dropout_factor
 
 __all__ = ["defer", "reject", "run", "weights"]
@@ -36,8 +36,7 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     zero, never = (torch.full((), x, dtype=dtype, device=q.device) for x in (0.0, -torch.inf))
     allowed = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len) if call.mask is not None else None
     if allowed is not None:
-        read = allowed.flatten(1, 2).any(1)[:, None, :, None]  # a key that nobody reads may hold anything
-        k, v = torch.where(read, k, zero), torch.where(read, v, zero)
+        k, v = zero_unread(allowed, k, v)
     grouped = (q * call.scale).unflatten(1, (kv_heads, call.group))
     scores = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     if call.softcap is not None:

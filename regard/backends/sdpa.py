@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.backends.call import AttentionCall
+from regard.backends.call import AttentionCall, zero_unread
 
 __all__ = ["defer", "reject", "run"]
 
@@ -27,7 +29,7 @@ def reject(call: AttentionCall) -> str | None:
         return "it is not defined for empty sizes"
     if call.q.shape[-1] != call.v.shape[-1] and call.q.device.type != "cpu":
         return "its kernels want the same size for keys and values"
-    dense = call.bias is not None or not (call.reads_everything or call.squarely_causal)
+    dense = call.bias is not None or call.pattern == "other"
     if dense and call.q.shape[2] * call.k.shape[2] > DENSE_LIMIT:
         return f"it would hold the mask or bias densely, over {DENSE_LIMIT:,} entries"
     return None
@@ -35,35 +37,36 @@ def reject(call: AttentionCall) -> str | None:
 
 def defer(call: AttentionCall) -> str | None:
     """Dense masks, trained calls and few queries run better, or are differentiable twice, elsewhere."""
-    if call.bias is not None or not (call.reads_everything or call.squarely_causal):
+    if call.bias is not None or call.pattern == "other":
         return "it would hold the mask or bias densely (it does when asked for by name)"
     if call.wants_grad:
         return "its backward pass cannot be differentiated again (it runs when asked for by name)"
-    if call.q.device.type == "cpu" and not torch.compiler.is_compiling() and call.q.shape[2] < 8 * call.group:
-        return "with few queries it reads grouped keys slowly (it runs when asked for by name)"
+    if call.group > 1 and call.q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if 1 < call.q.shape[2] < 8 * call.group:
+            return "with few queries it reads grouped keys once for each query head (it runs when asked for by name)"
     return None
 
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, an empty lse): nobody asks for lse here."""
     q, k, v = call.q, call.k, call.v
-    nothing = q.new_empty(0)
-    gqa = call.group > 1
-    if call.bias is None and call.squarely_causal:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=gqa), nothing
-    if call.bias is None and call.reads_everything:
-        return F.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=gqa), nothing
+    no_lse = q.new_empty(0)
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.group > 1}
+    if call.bias is None and call.pattern == "causal":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options), no_lse
+    if call.bias is None and call.pattern == "full":
+        if call.group > 1 and q.shape[2] == 1:  # a group's heads as rows: each key is read once for all of them
+            rows = q.reshape(q.shape[0], k.shape[1], call.group, q.shape[3])
+            out = F.scaled_dot_product_attention(rows, k, v, scale=call.scale)
+            return out.reshape(*q.shape[:3], v.shape[3]), no_lse
+        return F.scaled_dot_product_attention(q, k, v, **options), no_lse
     batch, q_heads, _, q_len, k_len, _ = call.sizes
     site = call.frame.site()
     extra: Tensor | None = None
     if call.mask is not None:
         extra = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len)
-        read = extra.flatten(1, 2).any(1)[
-            :, None, :, None
-        ]  # its kernels multiply by every key: unread ones must be finite
-        k, v = (torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (k, v))
+        k, v = zero_unread(extra, k, v)
     if call.bias is not None:
         bias = call.bias.scores(site, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
-        bias = bias if extra is None else torch.where(extra, bias, -torch.inf)
-        extra = bias.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, scale=call.scale, enable_gqa=gqa), nothing
+        extra = (bias if extra is None else torch.where(extra, bias, -torch.inf)).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, **options), no_lse

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["EVERYTHING", "Intervals"]
+__all__ = ["EVERYTHING", "PAST", "Intervals"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +72,4 @@ class Intervals:
 
 
 EVERYTHING = Intervals.of((None, None))
+PAST = Intervals.of((0, None))

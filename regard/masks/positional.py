@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.masks.base import Mask
 from regard.masks.checks import UNKNOWN, describe, pick, whole
-from regard.masks.intervals import EVERYTHING, Intervals
+from regard.masks.intervals import EVERYTHING, PAST, Intervals
 from regard.sites import Site, Span, can_read
 
 __all__ = ["Band", "Causal", "Full", "KeyLengths", "Prefix", "Window"]
@@ -43,7 +43,7 @@ class Causal(_Offset):
     """``j <= i``: a query sees the keys up to its own slot (bottom-right aligned by default)."""
 
     def offsets(self) -> Intervals:
-        return Intervals.of((0, None))
+        return PAST
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +51,13 @@ class Window(_Offset):
     """``0 <= i - j < w``: the `w` latest keys, the query's own included; causal by itself."""
 
     w: int
+    _offsets: Intervals = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        whole("w", self.w, 1)
+        object.__setattr__(self, "_offsets", Intervals.of((0, whole("w", self.w, 1) - 1)))
 
     def offsets(self) -> Intervals:
-        return Intervals.of((0, self.w - 1))
+        return self._offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +66,17 @@ class Band(_Offset):
 
     left: int | None
     right: int | None
+    _offsets: Intervals = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), None)
+        bounds = (None if self.right is None else -self.right, self.left)
+        object.__setattr__(self, "_offsets", Intervals.of(bounds))
 
     def offsets(self) -> Intervals:
-        return Intervals.of((None if self.right is None else -self.right, self.left))
+        return self._offsets
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import backends
 from regard.backends import AttentionCall, Explanation, reference
-from regard.backends.call import sink_share
+from regard.backends.call import pattern_of, sink_share
 from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
 from regard.masks import Mask, as_mask, split_packing
@@ -146,7 +146,8 @@ def explain(
 
 
 def _autocast(x: Tensor) -> bool:
-    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    kind = x.device.type
+    return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def _plain(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -210,9 +211,20 @@ def _call(
     p = _probability(dropout_p)
     frame = Frame(batch, q_heads, q_len, k_len, _start(q_start, batch, k_len - q_len), packing, q.device)
     return AttentionCall(
-        q, k, v, mask, bias, _scale(scale, width), _softcap(softcap), _sink(sink, q_heads), p, frame, lse,
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        _scale(scale, width),
+        _softcap(softcap),
+        _sink(sink, q_heads),
+        p,
+        frame,
+        pattern_of(mask, frame),
+        lse,
         draw_seed(q.device) if p > 0 else None,
-    )  # fmt: skip
+    )
 
 
 def _scale(scale: Any, width: int) -> float:

@@ -6,8 +6,8 @@
 >>> [(one.name, one.passed) for one in run_checks(subject, only=["splits"])]
 [('splits', True)]
 
-A check raises `ContractViolation`, whose text says what was done and by how much the answer was off. `Subject` describes
-a layer: how to make one, and which promises it gives.
+A check raises `ContractViolation`, whose text says what was done and by how much the answer was off. `Subject` says
+how to make a layer, and which promises it gives.
 """
 
 from regard.testing.checks import CHECKS, Check, Result, run_checks

@@ -167,7 +167,7 @@ class StackedExperts(nn.Module):
     """Experts ``down_e(act(x up_e + b_e)) + c_e`` in stacked tensors; ``act`` maps ``2 hidden`` channels to ``hidden``.
 
     ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from
-    the left. Only experts that a token chose are computed: cost ``O(N k dim hidden)``. Where the choice may not be looked at
+    the left. Only experts that a token chose are computed: cost ``O(N k dim hidden)``. Where the choice may not be read
     (while tracing for a compiler, under function transforms) all are: ``O(N E dim hidden)``, the same to rounding.
     """
 

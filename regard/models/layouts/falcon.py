@@ -139,7 +139,8 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
         raise c.error("num_kv_heads", stated, f"{heads} (one a head)" if not new else f"a divisor of {heads} heads")
     norms, norm_names = _norms(c, new)
     alibi, tied, bias = c.flag("alibi", False), c.flag("tie_word_embeddings", True), c.flag("bias", False)
-    rotary = rotary_from_config(c, head_dim)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta") if alibi else ():
+        c.get(name)  # stated even where ALiBi takes their place
     dropout = c.dropout("attention_dropout")
     parts = _Parts(
         vocab=c.count("vocab_size", 65024),
@@ -153,7 +154,7 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
         linear_bias=bias,
         # attention_dropout acts on the weights with ALiBi only, and behind the attention of sequential blocks
         scores=Scores(dropout=dropout if alibi else 0.0),
-        rotary=None if alibi else rotary,
+        rotary=None if alibi else rotary_from_config(c, head_dim),
         bias=RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if alibi else None,
         mixer_dropout=dropout,
         ff_dropout=c.dropout("hidden_dropout"),

@@ -68,7 +68,7 @@ class Bias:
         return self if by == 0 or self.relative else Moved(self, by)
 
     def among(self, keep: Tensor | None) -> Bias:
-        """The same bias for keys of which only `keep` (B, Tk) are real: itself, unless it counts real tokens, not slots."""
+        """The same bias for keys of which only `keep` (B, Tk) are real: itself, unless it counts tokens, not slots."""
         return self
 
     def dense(

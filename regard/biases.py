@@ -46,7 +46,7 @@ class Bias:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that gradients may be wanted for."""
-        return tuple(tensors_of(self))
+        return tuple(t for t in tensors_of(self) if t.is_floating_point())
 
     def with_tensors(self: B, tensors: Sequence[Tensor]) -> B:
         """The same bias reading other tensors, in the order of `tensors`."""
@@ -66,6 +66,10 @@ class Bias:
     def moved(self, by: int) -> Bias:
         """The same bias for keys whose first column is slot `by` (a window cache holds only the latest columns)."""
         return self if by == 0 or self.relative else Moved(self, by)
+
+    def among(self, keep: Tensor | None) -> Bias:
+        """The same bias for keys of which only `keep` (B, Tk) are real: itself, unless it counts tokens, not slots."""
+        return self
 
     def dense(
         self,

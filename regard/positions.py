@@ -146,6 +146,11 @@ class Rotary:
         """
         _check_positions(positions)
         dtype = torch.float64 if dtype is torch.float64 else torch.float32
+        cos, sin = self._both(positions, dtype)
+        return cos[..., self.dim // 2 :], sin[..., self.dim // 2 :]
+
+    def _both(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin) for both channels of every half-split pair, (..., T, dim); sin is negative for the first."""
         plain = _plain_eager(positions)
         last = self._memo.last
         if plain and last is not None and last.answer(positions, dtype):
@@ -160,7 +165,8 @@ class Rotary:
     def _form(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         exact = wide(positions.device)
         angle = positions.to(exact).unsqueeze(-1) * self.frequencies(exact, positions.device)
-        return (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
+        cos, sin = (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     @staticmethod
     def _entry(positions: Tensor, dtype: torch.dtype, cos: Tensor, sin: Tensor) -> _Angles:
@@ -172,14 +178,15 @@ class Rotary:
         """Turn x (B, H, T, D) by its tokens' positions (T,) or (B, T)."""
         _check_turned(x, positions, self.dim)
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        cos, sin = self.angles(positions, dtype)
+        cos, sin = self._both(positions, dtype)
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         turned = (x if x.shape[-1] == self.dim else x[..., : self.dim]).to(dtype)
+        half = self.dim // 2
         if self.style == "half":
-            a, b = turned.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+            turned = torch.addcmul(turned * cos, turned.roll(half, -1), sin)
         else:
+            cos, sin = cos[..., half:], sin[..., half:]
             a, b = turned[..., 0::2], turned[..., 1::2]
             turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         turned = turned.to(x.dtype)
@@ -198,6 +205,7 @@ def _check_turned(x: Tensor, positions: Tensor, dim: int) -> None:
         raise TypeError(f"x must be floating, got {x.dtype}")
     if x.shape[-1] < dim:
         raise ValueError(f"x has {x.shape[-1]} channels, fewer than the {dim} that this Rotary turns")
+    _check_positions(positions)
     shape, batch, tokens = tuple(positions.shape), x.shape[0], x.shape[2]
     if shape not in ((tokens,), (1, tokens), (batch, tokens)):
         raise ValueError(f"positions must be ({tokens},) or ({batch}, {tokens}) for x {tuple(x.shape)}, got {shape}")

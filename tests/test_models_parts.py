@@ -58,6 +58,13 @@ def test_mixture_of_experts_token_by_token():
             torch.testing.assert_close(moe(x)[b, t], want)
 
 
+def test_experts_all_at_once_equal_the_chosen_ones():
+    moe, x = experts(), randn(7, 6)
+    weights, chosen = moe.router(x)
+    torch.testing.assert_close(moe.experts._all(x, weights, chosen), moe.experts(x, weights, chosen))
+    torch.testing.assert_close(torch.vmap(moe)(x[:, None])[:, 0], moe(x))
+
+
 def test_mixture_of_experts_trains_and_takes_nothing():
     moe = experts()
     x = randn(1, 5, 6).requires_grad_()

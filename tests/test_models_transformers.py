@@ -144,6 +144,19 @@ def test_logits_and_round_trip(case, ids, tmp_path):
 
 
 @torch.no_grad()
+def test_falcon_alibi_rounds_its_products(tmp_path):
+    """Slopes that are no powers of two, and more than 256 tokens: slope times place is formed in bfloat16."""
+    options = {**SMALL, "hidden_size": 36, "num_attention_heads": 12, "alibi": True, "max_position_embeddings": 512}
+    peer = write("Falcon", options, tmp_path)
+    ids = torch.randint(4, 61, (1, 300))
+    model = load(tmp_path)
+    want, cache = peer(ids).logits, model.init_cache(1, 300)
+    close = {"rtol": 1e-4, "atol": 2e-5 * float(want.abs().max())}
+    torch.testing.assert_close(model(ids), want, **close)
+    torch.testing.assert_close(torch.cat([model(part, cache=cache) for part in ids.split(90, 1)], 1), want, **close)
+
+
+@torch.no_grad()
 def test_old_style_options(ids, tmp_path):
     """What files of earlier years say: rope_theta and rope_scaling outside, torch_dtype, keys left out."""
     peer = write("Llama", {**LLAMA, "rope_parameters": {**LLAMA3}}, tmp_path)

@@ -196,6 +196,33 @@ def test_H33_a_row_does_not_depend_on_its_batch(dtype):
     assert (model(mixed, keep=keep)[1:, 3:] - alone).abs().max() <= tolerance
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own attention has no batching rule
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_H34_other_modes_of_autograd(family):
+    model = load(CHECKPOINTS / family, dtype=torch.float64)
+    model.layers = model.layers[:1]  # tracing takes seconds a layer
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for length in (5, 17, 33):
+            ids = tokens(2, length)
+            close(compiled(ids), model(ids))
+
+    parameters = dict(model.named_parameters())
+
+    def loss(p):
+        return torch.func.functional_call(model, p, (ids,)).square().mean()
+
+    direction = {n: torch.randn_like(p) for n, p in parameters.items()}
+    slope = sum((g * direction[n]).sum() for n, g in torch.func.grad(loss)(parameters).items())
+    with torch.no_grad():
+        step = 1e-5
+        ahead, behind = (loss({n: p + s * direction[n] for n, p in parameters.items()}) for s in (step, -step))
+    torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-8)
+    two = {n: torch.stack([p, 0.5 * p]) for n, p in parameters.items()}
+    got = torch.vmap(lambda p: torch.func.functional_call(model, p, (ids,)))(two)
+    close(got[0], model(ids))
+
+
 def test_H35_fused_projections_by_value():
     """Rows filled with their own number tell the orders apart; shapes do not."""
     rows = torch.arange(24.0)

@@ -29,8 +29,8 @@ from regard.sites import Site
 
 __all__ = ["defer", "reject", "run"]
 
-ROWS, COLUMNS = 128, 512  # a tile of scores stays in the outer caches
-FEW = 65536  # with few rows, columns are widened to about this many scores
+ROWS, COLUMNS = 128, 128  # a tile of scores for all heads stays in the outer caches
+FEW = 16384  # with few rows, columns are widened to about this many scores
 
 
 def reject(call: AttentionCall) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.biases import RelativeBuckets
@@ -30,7 +31,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        normed = F.rms_norm(wide, (x.shape[-1],), eps=self.eps)
         if self.unit_offset:
             return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
         return (normed.to(x.dtype) * self.weight).to(x.dtype)

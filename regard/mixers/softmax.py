@@ -178,7 +178,7 @@ class MultiHeadAttention(nn.Module):
         }
         options["mask"] = self._mask(mask, held, x)
         bias = self.bias() if isinstance(self.bias, nn.Module) else self.bias
-        options["bias"] = None if bias is None else bias.moved(held.first).to(x.device)
+        options["bias"] = None if bias is None else bias.moved(held.first).among(held.keep).to(x.device)
         return q, held, options
 
     def _read_context(

@@ -166,9 +166,9 @@ class TopKRouter(nn.Module):
 class StackedExperts(nn.Module):
     """Experts ``down_e(act(x up_e + b_e)) + c_e`` in stacked tensors; ``act`` maps ``2 hidden`` channels to ``hidden``.
 
-    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from the
-    left.
-    Only experts that a token chose are computed: cost ``O(N k dim hidden)``.
+    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from
+    the left. Only experts that a token chose are computed: cost ``O(N k dim hidden)``. Where the choice may not be read
+    (while tracing for a compiler, under function transforms) all are: ``O(N E dim hidden)``, the same to rounding.
     """
 
     def __init__(self, dim: int, hidden: int, experts: int, act: nn.Module) -> None:
@@ -182,12 +182,21 @@ class StackedExperts(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(chosen):
+            return self._all(x, weights, chosen)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             token, rank = (chosen == expert).nonzero(as_tuple=True)
             hidden = self.act(torch.addmm(self.gate_up_proj_bias[expert], x[token], self.gate_up_proj[expert]))
             y = torch.addmm(self.down_proj_bias[expert], hidden, self.down_proj[expert])
             out = out.index_add(0, token, y * weights[token, rank, None])
+        return out
+
+    def _all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        share = x.new_zeros(x.shape[0], self.down_proj.shape[0]).scatter(1, chosen, weights)
+        hidden = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
+        y = hidden @ self.down_proj + self.down_proj_bias[:, None]
+        out: Tensor = (y * share.t()[..., None]).sum(0)
         return out
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.biases import Bias, alibi_slopes
 from regard.masks import Causal
+from regard.masks.checks import pick
 from regard.mixers.parts import Projections, Scores
 from regard.models.blocks import Embedding, Parallel, PreNorm
 from regard.models.config import Config
@@ -33,27 +34,29 @@ class RoundedAlibi(Bias):
     """ALiBi as Falcon was trained with it: ``bf16(bf16(slope_h) * bf16(j)) * scale``.
 
     The product of slope and key slot is formed in bfloat16, and the scores are divided by ``sqrt(head_dim)`` after it
-    was added, so it carries that scale too. Slots are counted from the row's first, padding included; where slope and
-    slot have few bits (heads a power of two up to 8, slots up to 256) nothing is rounded and padding before a text
-    changes nothing.
+    was added, so it carries that scale too. Where the rounding falls depends on j, which counts the row's real tokens.
     """
 
     slopes: Tensor
     scale: float
-    first: int = 0  # the slot of the first column that the keys still hold
+    counted: Tensor | None = None  # (B, Tk): real tokens before each key; None: all are real
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> RoundedAlibi:
-        return RoundedAlibi(tensors[0], self.scale, self.first)
+        return RoundedAlibi(tensors[0], self.scale, self.counted)
 
-    def moved(self, by: int) -> RoundedAlibi:
-        return RoundedAlibi(self.slopes, self.scale, self.first + by)
+    def among(self, keep: Tensor | None) -> RoundedAlibi:
+        counted = None if keep is None else (keep.cumsum(1) - 1).clamp(min=0)
+        return RoundedAlibi(self.slopes, self.scale, counted)
+
+    def _place(self, site: Site) -> Tensor:
+        return site.j if self.counted is None else pick(self.counted, site.b, site.col)
 
     def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
         coarse = torch.bfloat16
-        return (self.slopes.to(coarse)[site.h] * (site.j + self.first).to(coarse)).to(dtype) * self.scale
+        return (self.slopes.to(coarse)[site.h] * self._place(site).to(coarse)).to(dtype) * self.scale
 
     def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        into[0].add_((grad * (site.j + self.first) * self.scale).sum((0, 2, 3)).to(into[0].dtype))
+        into[0].add_((grad * self._place(site) * self.scale).sum((0, 2, 3)).to(into[0].dtype))
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         if heads != self.head_count():
@@ -139,7 +142,8 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
         raise c.error("num_kv_heads", stated, f"{heads} (one a head)" if not new else f"a divisor of {heads} heads")
     norms, norm_names = _norms(c, new)
     alibi, tied, bias = c.flag("alibi", False), c.flag("tie_word_embeddings", True), c.flag("bias", False)
-    rotary = rotary_from_config(c, head_dim)
+    for name in ("rope_parameters", "rope_scaling", "rope_theta") if alibi else ():
+        c.get(name)  # stated even where ALiBi takes their place
     dropout = c.dropout("attention_dropout")
     parts = _Parts(
         vocab=c.count("vocab_size", 65024),
@@ -153,7 +157,7 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
         linear_bias=bias,
         # attention_dropout acts on the weights with ALiBi only, and behind the attention of sequential blocks
         scores=Scores(dropout=dropout if alibi else 0.0),
-        rotary=None if alibi else rotary,
+        rotary=None if alibi else rotary_from_config(c, head_dim),
         bias=RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if alibi else None,
         mixer_dropout=dropout,
         ff_dropout=c.dropout("hidden_dropout"),

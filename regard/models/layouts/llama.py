@@ -195,6 +195,6 @@ LLAMA = Layout(
     _llama,
     prefix="model.",
     ignored=(ROTARY_BUFFER,),
-    inert=frozenset({"is_llama_config", "rope_interleaved"}),
+    inert=frozenset({"is_llama_config"}),
 )
 MISTRAL = Layout("mistral", "MistralForCausalLM", _mistral, prefix="model.", ignored=(ROTARY_BUFFER,))

@@ -443,11 +443,12 @@ def test_chunked_never_holds_the_scores():
     with Largest() as largest:
         out, lse = regard.attention(q, k, v, return_lse=True, backend="chunked", **options)
         (out.sum() + lse.sum()).backward()
-    assert largest.numel <= 2 * chunked.ROWS * max(chunked.COLUMNS, chunked.FEW // chunked.ROWS)
+    tile = 2 * chunked.ROWS * max(chunked.COLUMNS, chunked.FEW // chunked.ROWS)
+    assert largest.numel <= max(tile, q.numel()) < length * length / 16
 
 
 def test_chunked_skips_what_the_mask_leaves_empty():
-    q = torch.randn(1, 1, 4096, 8, requires_grad=True)
+    q = torch.randn(1, 1, 2048, 8, requires_grad=True)
 
     def flops(mask):
         with FlopCounterMode(display=False) as counter:
@@ -457,7 +458,7 @@ def test_chunked_skips_what_the_mask_leaves_empty():
     whole = flops(None)
     assert flops(Causal()) < 0.6 * whole
     assert flops(Window(128)) < 0.25 * whole
-    assert flops(Causal() & Segments(torch.arange(4096) // 512)) < 0.25 * whole
+    assert flops(Causal() & Segments(torch.arange(2048) // 256)) < 0.25 * whole
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from golden_adapters.case import Case, Peer
+from regard.biases import Dense
 from regard.nn import MultiHeadAttention, Projections
 
 State = dict[str, Tensor]  # the layer's parameters, made differentiably from the peer's
@@ -110,9 +111,12 @@ def in_pieces(
 ) -> Tensor:
     """The same input in pieces, through the layer's own cache; a context is given to the first call only."""
     cache = layer.init_cache(x.shape[0], x.shape[1] if context is None else context.shape[1])
+    dense = layer.bias.tensor if isinstance(layer.bias, Dense) else None
     outs, start = [], 0
     for length in splits:
         piece = slice(start, start + length)
+        if dense is not None:  # it spans the keys seen so far
+            layer.bias = Dense(dense[..., : start + length])
         if context is None:
             own = {"keep": None if keep is None else keep[:, piece]}
             own["positions"] = None if positions is None else positions[:, piece]

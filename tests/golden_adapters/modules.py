@@ -180,7 +180,7 @@ def bloom(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
     layer, state = build(state, width, heads, mask=Causal(), bias=bias)
     found = run(case, wanted, layer, state, x, keep=keep)
     for name in wanted & {"alibi"}:  # the peer's rows are shifted to 0 at the first real token
-        last = bias.dense(1, x.shape[1], batch=x.shape[0]).expand(x.shape[0], -1, -1, -1)[:, :, 0]
+        last = bias.dense(1, x.shape[1], batch=x.shape[0], heads=heads).expand(x.shape[0], -1, -1, -1)[:, :, 0]
         first = torch.zeros(x.shape[0], dtype=torch.long) if keep is None else keep.int().argmax(1)
         shifted = last - last.gather(2, first[:, None, None].expand(-1, heads, 1))
         found[name] = (shifted if keep is None else shifted * keep[:, None]).flatten(0, 1)[:, None].to(x.dtype)

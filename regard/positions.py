@@ -150,7 +150,7 @@ class Rotary:
         return (cos.squeeze(1), sin.squeeze(1)) if positions.dim() == 2 else (cos, sin)
 
     def _both(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of both channels of each half-split pair, (T, dim) or (B, 1, T, dim); the first's sin is negative."""
+        """(cos, sin) of both channels of each half-split pair, (T, dim) or (B, 1, T, dim); the first sin is negated."""
         plain = _plain_eager(positions)
         last = self._memo.last
         if plain and last is not None and last.answer(positions, dtype):

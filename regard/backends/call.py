@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from regard.biases import Bias
 from regard.masks import Full, Mask
@@ -54,6 +55,21 @@ class AttentionCall:
     def wants_grad(self) -> bool:
         """Whether autograd will record this call."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+
+    @property
+    def transformed(self) -> bool:
+        """Whether torch.func transforms (vmap, jvp, grad ...) run through the call, in eager mode."""
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            return False
+        return any(map(torch._C._functorch.is_functorch_wrapped_tensor, self.tensors))
+
+    @property
+    def under_derivatives(self) -> bool:
+        """Whether forward-mode derivatives, or derivative transforms of torch.func, run through the call."""
+        if self.transformed and any(map(_tracks_gradients, self.tensors)):
+            return True
+        dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+        return dual and any(forward_ad.unpack_dual(t).tangent is not None for t in self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -120,3 +136,12 @@ def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     read = allowed.flatten(1, 2).any(1)[:, None, :, None]
     zero = torch.zeros((), dtype=k.dtype, device=k.device)
     return torch.where(read, k, zero), torch.where(read, v, zero)
+
+
+def _tracks_gradients(t: Tensor) -> bool:
+    """Whether any wrapper around a tensor is of jvp, grad, jacrev ... rather than of vmap."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if torch._C._functorch.is_gradtrackingtensor(t):
+            return True
+        t = torch._C._functorch.get_unwrapped(t)
+    return False

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from regard.backends import reference
 from regard.backends.call import AttentionCall
@@ -38,11 +37,9 @@ def reject(call: AttentionCall) -> str | None:
     lengths: tuple[Any, ...] = (call.q.shape[2], call.k.shape[2])
     if any(isinstance(length, torch.SymInt) for length in lengths):
         return "its loop over tiles needs sizes that are numbers, and these are symbols"
-    if torch.compiler.is_compiling():
-        return None
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in call.tensors):
+    if call.transformed:
         return "its own backward pass takes no function transforms (vmap, jvp, jacrev)"
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):
+    if call.under_derivatives:
         return "its own backward pass takes no forward-mode derivatives"
     return None
 

@@ -19,6 +19,8 @@ def reject(call: AttentionCall) -> str | None:
     """On a CPU: no float64, no log-sum-exp, no gradients; nowhere dropout."""
     if call.dropout_p > 0:
         return "it has no dropout"
+    if call.under_derivatives:
+        return "it has no forward-mode derivatives, and takes no derivative transforms (jvp, grad, jacrev)"
     if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
         return "it is not defined for empty sizes"
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):

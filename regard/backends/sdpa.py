@@ -19,6 +19,8 @@ def reject(call: AttentionCall) -> str | None:
     """It has no softcap, no log-sum-exp, and its dropout draws other bits."""
     if call.softcap is not None:
         return "it has no softcap"
+    if call.under_derivatives:
+        return "it has no forward-mode derivatives, and takes no derivative transforms (jvp, grad, jacrev)"
     if call.return_lse or call.sink is not None:
         return "it does not return the log-sum-exp, which return_lse and sinks need"
     if call.dropout_p > 0:
@@ -41,6 +43,8 @@ def defer(call: AttentionCall) -> str | None:
     """Dense masks, trained calls and few queries run better, or are differentiable twice, elsewhere."""
     if call.bias is not None or call.pattern == "other":
         return "it would hold the mask or bias densely (it does when asked for by name)"
+    if call.transformed and call.q.device.type == "cpu":
+        return "vmap runs it once for every sample, and torch warns of that (it runs when asked for by name)"
     if call.wants_grad:
         return "its backward pass cannot be differentiated again (it runs when asked for by name)"
     if call.group > 1 and call.q.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 .PHONY: demo test test-slow check bench docs clean
 
 demo: $(STAMP)  ## a real language model continues a sentence
-	$(BIN)/regard generate "The capital of France is"
+	$(BIN)/regard generate "The capital of France is" --max-tokens 40 --temperature 0.5 --top-p 0.9 --seed 3
 
 test: $(STAMP)  ## every test except the slow ones
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal

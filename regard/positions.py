@@ -146,11 +146,11 @@ class Rotary:
         """
         _check_positions(positions)
         dtype = torch.float64 if dtype is torch.float64 else torch.float32
-        cos, sin = self._both(positions, dtype)
-        return cos[..., self.dim // 2 :], sin[..., self.dim // 2 :]
+        cos, sin = (table[..., self.dim // 2 :] for table in self._both(positions, dtype))
+        return (cos.squeeze(1), sin.squeeze(1)) if positions.dim() == 2 else (cos, sin)
 
     def _both(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) for both channels of every half-split pair, (..., T, dim); sin is negative for the first."""
+        """(cos, sin) of both channels of each half-split pair, (T, dim) or (B, 1, T, dim); the first sin is negated."""
         plain = _plain_eager(positions)
         last = self._memo.last
         if plain and last is not None and last.answer(positions, dtype):
@@ -166,7 +166,8 @@ class Rotary:
         exact = wide(positions.device)
         angle = positions.to(exact).unsqueeze(-1) * self.frequencies(exact, positions.device)
         cos, sin = (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return (both[0].unsqueeze(1), both[1].unsqueeze(1)) if positions.dim() == 2 else both
 
     @staticmethod
     def _entry(positions: Tensor, dtype: torch.dtype, cos: Tensor, sin: Tensor) -> _Angles:
@@ -179,21 +180,24 @@ class Rotary:
         _check_turned(x, positions, self.dim)
         dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         cos, sin = self._both(positions, dtype)
-        if positions.dim() == 2:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        turned = (x if x.shape[-1] == self.dim else x[..., : self.dim]).to(dtype)
         half = self.dim // 2
+        turned = x if x.shape[-1] == self.dim else x[..., : self.dim]
+        if x.dtype is not dtype:
+            turned = turned.to(dtype)
         if self.style == "half":
             turned = torch.addcmul(turned * cos, turned.roll(half, -1), sin)
         else:
             cos, sin = cos[..., half:], sin[..., half:]
             a, b = turned[..., 0::2], turned[..., 1::2]
             turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        turned = turned.to(x.dtype)
+        if x.dtype is not dtype:
+            turned = turned.to(x.dtype)
         return turned if x.shape[-1] == self.dim else torch.cat((turned, x[..., self.dim :]), dim=-1)
 
 
 def _check_positions(positions: Tensor) -> None:
+    if positions.dtype is torch.int64:
+        return
     if positions.dtype in (torch.float16, torch.bfloat16, torch.bool) or positions.is_complex():
         raise TypeError(f"positions must be integers, float32 or float64 (exact counts), got {positions.dtype}")
 
@@ -206,9 +210,10 @@ def _check_turned(x: Tensor, positions: Tensor, dim: int) -> None:
     if x.shape[-1] < dim:
         raise ValueError(f"x has {x.shape[-1]} channels, fewer than the {dim} that this Rotary turns")
     _check_positions(positions)
-    shape, batch, tokens = tuple(positions.shape), x.shape[0], x.shape[2]
-    if shape not in ((tokens,), (1, tokens), (batch, tokens)):
-        raise ValueError(f"positions must be ({tokens},) or ({batch}, {tokens}) for x {tuple(x.shape)}, got {shape}")
+    shape, batch, tokens = positions.shape, x.shape[0], x.shape[2]
+    if shape[-1:] != (tokens,) or len(shape) > 2 or (len(shape) == 2 and shape[0] not in (1, batch)):
+        expected = f"({tokens},) or ({batch}, {tokens})"
+        raise ValueError(f"positions must be {expected} for x {tuple(x.shape)}, got {tuple(shape)}")
 
 
 def interleaved_to_half(x: Tensor) -> Tensor:

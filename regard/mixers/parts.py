@@ -30,6 +30,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype and not self.unit_offset and x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = F.rms_norm(wide, (x.shape[-1],), eps=self.eps)
         if self.unit_offset:

@@ -78,8 +78,7 @@ def attention(
     torch.Size([1, 8, 16, 32])
     """
     call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
-    with _plain(call.q):
-        out, lse = _finish(call, *backends.run(call, backend))
+    out, lse = _run(call, backend)
     return (out, lse) if return_lse else out
 
 
@@ -111,8 +110,8 @@ def attention_weights(
     True
     """
     call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
-    with _plain(call.q):
-        out, _ = _finish(call, *backends.run(call, backend))
+    out, _ = _run(call, backend)
+    with torch.autocast(q.device.type, enabled=False) if _autocast(q) else contextlib.nullcontext():
         weights, lse = reference.weights(call)
     return out, weights, lse
 
@@ -150,12 +149,12 @@ def _autocast(x: Tensor) -> bool:
     return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
-def _plain(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, autocast is off: it would lower the sums that are kept in the compute dtype."""
-    return torch.autocast(x.device.type, enabled=False) if _autocast(x) else contextlib.nullcontext()
-
-
-def _finish(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _run(call: AttentionCall, backend: str | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the selected backend, the sink's share taken, in q's dtype."""
+    if _autocast(call.q):  # off: it would lower the sums that are kept in the compute dtype
+        with torch.autocast(call.q.device.type, enabled=False):
+            return _run(call, backend)
+    out, lse = backends.run(call, backend)
     if call.sink is not None:
         out = out * sink_share(lse, call.sink).unsqueeze(-1)
     return out.to(call.q.dtype), lse

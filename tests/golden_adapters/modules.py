@@ -318,10 +318,14 @@ Module = Callable[[Case, Peer, frozenset[str]], Outputs]
 def adapter(module: Module, *needed: str) -> Callable[[Case], Paths | None]:
     """An adapter for the cases of a family that have these weights; the others are another kind of module."""
 
+    def way(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
+        peer.without_effect("input.position_ids")  # modules without rotary positions are given them all the same
+        return module(case, peer, wanted)
+
     def paths(case: Case) -> Paths | None:
         have = case.names("weight")
         covered = all(any(name.endswith(suffix) for name in have) for suffix in needed)
-        return {"layer": partial(module, case)} if covered else None
+        return {"layer": partial(way, case)} if covered else None
 
     return paths
 

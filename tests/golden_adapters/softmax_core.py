@@ -14,7 +14,7 @@ import regard
 from golden_adapters.case import Case, Paths, Peer
 from golden_adapters.layers import build, linears, run
 from regard.biases import Dense
-from regard.masks import Causal, Mask, as_mask
+from regard.masks import Causal, Mask, Window, as_mask
 
 
 def paths(case: Case) -> Paths | None:
@@ -49,7 +49,6 @@ def single_call(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Ten
     known = {"is_causal", "scale", "enable_gqa", "dropout_p", "softcap", "sink", "causal", "window"}
     case.refuse_unless(set(config) <= known, f"options {sorted(set(config) - known)}")
     case.refuse_unless(not config.get("dropout_p"), "dropout")
-    case.refuse_unless(config.get("window") is None, "window")
     q, k, v = (peer[f"input.{name}"] for name in "qkv")
     headless = q.ndim == 3
     if headless:
@@ -67,9 +66,14 @@ def single_call(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Ten
     if config.get("is_causal"):
         mask, q_start = both(mask, Causal()), 0  # torch's is_causal is aligned top-left: query 0 stands at key 0
     causal = config.get("causal")
-    case.refuse_unless(causal in (None, False, True, "bottom-right aligned", "top-left aligned"), f"causal: {causal!r}")
-    if causal:
-        mask, q_start = both(mask, Causal()), 0 if causal == "top-left aligned" else None
+    case.refuse_unless(
+        causal in (None, False, True, "none", "bottom-right aligned", "top-left aligned"), f"causal: {causal!r}"
+    )
+    window = config.get("window")
+    case.refuse_unless(window is None or bool(causal), "a window that is not causal")
+    if causal and causal != "none":
+        own = Causal() if window is None else Window(int(window))
+        mask, q_start = both(mask, own), 0 if causal == "top-left aligned" else None
     sink = peer.get("input.sink", peer.get("input.sinks"))
     case.refuse_unless(bool(config.get("sink")) == (sink is not None), "sink without its tensor")
     options = {"softcap": config.get("softcap"), "sink": sink, "scale": config.get("scale")}

@@ -22,6 +22,7 @@ class Source(Protocol):
     """Named tensors that are read one at a time."""
 
     where: str
+    mapped: bool  # whether tensors are views of the file that take no memory until they are read
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor's shape, without reading the tensors."""
@@ -57,6 +58,8 @@ class SafetensorsSource:
         index
             that does not say what the shards hold.
     """
+
+    mapped = True
 
     def __init__(self, folder: Path) -> None:
         self._open_files: dict[str, Any] = {}

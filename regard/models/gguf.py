@@ -88,6 +88,8 @@ class GGUFSource:
         CheckpointError: for a file of another kind or version, one that ends too early, and an unknown quantisation.
     """
 
+    mapped = False  # every tensor is dequantised or copied
+
     def __init__(self, path: Path) -> None:
         import numpy as np
 

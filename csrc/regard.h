@@ -54,14 +54,20 @@ typedef struct regard_attention_grad {
   float *d_relative;    // (Hq, relative_count) contiguous; or null
 } regard_attention_grad;
 
+enum regard_status { REGARD_OK = 0, REGARD_NO_MEMORY = 1, REGARD_BAD_DTYPE = 2, REGARD_BAD_SIZE = 3, REGARD_UNKNOWN_ISA = 4 };
+
 // 0 on success; another number names what was refused (see regard_error).
 int regard_attention_forward(const regard_attention *call);
 int regard_attention_backward(const regard_attention *call, const regard_attention_grad *grad);
 const char *regard_error(int status);
 
-// The instruction set in use ("x86-64-v3", "x86-64-v4", "x86-64-v4+bf16", "aarch64", "portable"), and the OpenMP threads.
+// The instruction set in use ("x86-64-v3", "x86-64-v4", "x86-64-v4+bf16", "aarch64", "portable";
+// null where REGARD_ISA, which caps it, names none), and the OpenMP threads.
 const char *regard_isa(void);
 int regard_threads(void);
+
+// The size in bytes of regard_attention (0) and regard_attention_grad (1): a caller checks that both sides agree.
+int64_t regard_struct_size(int which);
 
 #ifdef __cplusplus
 }

@@ -64,7 +64,9 @@ def test_without_a_compiler_the_wheel_is_pure_and_says_why_it_has_no_kernels(tmp
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     environment.pop("REGARD_LIBRARY", None)
-    process = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert process.returncode == 0, process.stderr
     assert str(tmp_path / "site") in process.stdout
     assert "the kernels were not built" in process.stdout
@@ -79,7 +81,9 @@ def test_with_a_compiler_one_wheel_serves_every_python(tmp_path, clone):
     assert [name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")] == ["regard/libregard.so"]
     zipfile.ZipFile(path).extract("regard/libregard.so", tmp_path)
     table = subprocess.run(
-        ["readelf", "--dynamic", "--dyn-syms", "--wide", tmp_path / "regard/libregard.so"], capture_output=True, text=True
+        ["readelf", "--dynamic", "--dyn-syms", "--wide", tmp_path / "regard/libregard.so"],
+        capture_output=True,
+        text=True,
     ).stdout
     assert "gomp" not in table.replace("GOMP_", "").lower()  # OpenMP is never linked: torch's is used
     defined = [line.split()[-1] for line in table.splitlines() if " UND " not in line and " GLOBAL " in line]

@@ -334,8 +334,9 @@ def _tiles(mask: Tensor) -> Tensor | None:
         whole: Tensor = F.pad(mask.to(torch.uint8), edge, value=beyond) if any(edge) else mask.to(torch.uint8)
         return whole.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
 
-    kinds = torch.where(tiles(1).amin((3, 5)) > 0, FULL, PARTIAL)
-    return torch.where(tiles(0).amax((3, 5)) > 0, kinds, EMPTY).to(torch.uint8)
+    kinds: Tensor = torch.where(tiles(1).amin((3, 5)) > 0, FULL, PARTIAL)
+    kinds = torch.where(tiles(0).amax((3, 5)) > 0, kinds, EMPTY).to(torch.uint8)
+    return kinds
 
 
 # ---- biases ----------------------------------------------------------------------------------------------------------

@@ -25,33 +25,44 @@ struct Bfloat16 {
 };
 #endif
 
+// f(0) ... f(N - 1) with constant arguments: unlike a loop, this lets arrays of vectors live in registers throughout.
+template <int n>
+struct Constant {
+  constexpr operator int() const { return n; }
+};
+template <int N, class F>
+REGARD_INLINE void each(F &&f) {
+  if constexpr (N > 0) {
+    each<N - 1>(f);
+    f(Constant<N - 1>{});
+  }
+}
+#define REGARD_EACH [&](auto i) __attribute__((always_inline))
+
 template <class Op, int R, int V>
 struct Tile {
   vf c[R][V];
 
   REGARD_INLINE void zero() {
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) c[r][v] = vf{};
+    each<R * V>(REGARD_EACH { c[i / V][i % V] = vf{}; });
   }
-  REGARD_INLINE void read(const float *p, long stride, const float *factor) {
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) {
-        c[r][v] = load(p + r * stride + v * kLanes);
-        if (factor) c[r][v] *= factor[r];
-      }
+  REGARD_INLINE void read(const float *p, long stride) {
+    each<R * V>(REGARD_EACH { c[i / V][i % V] = load(p + i / V * stride + i % V * kLanes); });
+  }
+  REGARD_INLINE void scale(const float *factor) {
+    each<R * V>(REGARD_EACH { c[i / V][i % V] *= factor[i / V]; });
   }
   REGARD_INLINE void write(float *p, long stride) const {
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) store(p + r * stride + v * kLanes, c[r][v]);
+    each<R * V>(REGARD_EACH { store(p + i / V * stride + i % V * kLanes, c[i / V][i % V]); });
   }
   REGARD_INLINE void multiply(const word *a, long a_row, long a_step, const word *b, long b_step, long words) {
     for (; words > 0; --words, a += a_step, b += b_step) {
-      vf right[V];
-      for (int v = 0; v < V; ++v) right[v] = load(b + v * kLanes);
-      for (int r = 0; r < R; ++r) {
-        vf left = splat(a[r * a_row]);
-        for (int v = 0; v < V; ++v) c[r][v] = Op::multiply_add(c[r][v], left, right[v]);
-      }
+      vf right[V], left;
+      each<V>(REGARD_EACH { right[i] = load(b + i * kLanes); });
+      each<R * V>(REGARD_EACH {
+        if (i % V == 0) left = splat(a[i / V * a_row]);
+        c[i / V][i % V] = Op::multiply_add(c[i / V][i % V], left, right[i % V]);
+      });
     }
   }
 };
@@ -73,8 +84,8 @@ template <class Op, int R, int V, Start start>
 void product_tile(const Product &p) {
   Tile<Op, R, V> tile;
   if (start == kZero) tile.zero();
-  if (start == kScaled) tile.read(p.c, p.c_row, p.factor);
-  if (start == kAdd) tile.read(p.c, p.c_row, nullptr);
+  if (start == kScaled) tile.read(p.c, p.c_row), tile.scale(p.factor);
+  if (start == kAdd) tile.read(p.c, p.c_row);
   tile.multiply(p.a, p.a_row, p.a_step, p.b, p.b_step, p.words);
   tile.write(p.c, p.c_row);
 }

@@ -1,0 +1,184 @@
+// Copies of q, k, v in the layouts that the tile reads, and the memory they lie in.
+#pragma once
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "tile.h"
+
+namespace {
+
+constexpr int kPanel = 64;  // columns of one packed right operand
+
+REGARD_INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }
+template <class Op>
+REGARD_INLINE long words_of(long elements) {
+  return (elements + Op::per_word - 1) / Op::per_word;
+}
+
+// One growing block of memory per thread, kept between calls: fresh pages would cost a short call more than its work.
+// A pthread key frees it when the thread ends (a C++ destructor would need the C++ runtime library).
+class Scratch {
+ public:
+  bool reserve(size_t bytes) {
+    used_ = 0;
+    if (bytes <= size_) return true;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, [] { pthread_key_create(&key_, free); });
+    free(base_);
+    size_ = round_up(bytes, 1 << 16);
+    base_ = (char *)aligned_alloc(4096, size_);
+    if (!base_) size_ = 0;
+    pthread_setspecific(key_, base_);
+    return base_ != nullptr;
+  }
+  template <class T>
+  T *take(size_t count) {
+    T *p = (T *)(base_ + used_);
+    used_ += padded(count * sizeof(T));
+    return p;
+  }
+  static size_t padded(size_t bytes) { return round_up(bytes, 64) + 64; }  // apart by a line: no equal low addresses
+
+ private:
+  static pthread_key_t key_;
+  char *base_;
+  size_t size_, used_;
+};
+pthread_key_t Scratch::key_;
+
+REGARD_INLINE Scratch &thread_scratch() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
+// kLanes words from an element pointer of type In.
+template <class In, class Op>
+struct Reader;
+template <>
+struct Reader<float, Float32> {
+  static REGARD_INLINE vf words(const float *p) { return load(p); }
+};
+template <>
+struct Reader<bf16, Float32> {
+  static REGARD_INLINE vf words(const bf16 *p) { return from_bf16(*(const vh_any *)p); }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Reader<bf16, Bfloat16> {
+  static REGARD_INLINE vf words(const bf16 *p) { return load(p); }
+};
+#endif
+
+// The same where only `elements` of them exist; the others are 0.
+template <class In, class Op>
+REGARD_INLINE vf read_words(const In *p, long elements) {
+  constexpr long full = kLanes * Op::per_word;
+  if (elements >= full) return Reader<In, Op>::words(p);
+  In padded[full] = {};
+  for (long i = 0; i < elements; ++i) padded[i] = p[i];
+  return Reader<In, Op>::words(padded);
+}
+
+// Left operand: one row of `elements` as words, padded with 0 to whole vectors.
+template <class In, class Op>
+REGARD_INLINE void copy_row(word *to, const In *from, long elements) {
+  constexpr long full = kLanes * Op::per_word;
+  for (long e = 0; e < elements; e += full, to += kLanes) store(to, read_words<In, Op>(from + e, elements - e));
+}
+
+// A square of kLanes vectors, transposed by repeatedly interleaving its first half with its second.
+REGARD_INLINE void transpose(vf (&x)[kLanes]) {
+  for (int stage = 1; stage < kLanes; stage *= 2) {
+    vf y[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      vf a = x[i], b = x[i + kLanes / 2];
+#if defined(__AVX512F__)
+      y[2 * i] = __builtin_shuffle(a, b, vi{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+      y[2 * i + 1] = __builtin_shuffle(a, b, vi{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#elif defined(__AVX2__)
+      y[2 * i] = __builtin_shuffle(a, b, vi{0, 8, 1, 9, 2, 10, 3, 11});
+      y[2 * i + 1] = __builtin_shuffle(a, b, vi{4, 12, 5, 13, 6, 14, 7, 15});
+#else
+      y[2 * i] = __builtin_shuffle(a, b, vi{0, 4, 1, 5});
+      y[2 * i + 1] = __builtin_shuffle(a, b, vi{2, 6, 3, 7});
+#endif
+    }
+    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+  }
+}
+
+// Right operand X^T: `rows` rows of X become the columns of words_of(elements) rows of `width` words; missing rows are 0.
+template <class In, class Op>
+void pack_transposed(word *to, const In *from, long row_stride, long rows, long elements, long width) {
+  constexpr long full = kLanes * Op::per_word;
+  for (long first = 0; first < width; first += kLanes)
+    for (long e = 0; e < elements; e += full) {
+      vf square[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        square[i] = first + i < rows ? read_words<In, Op>(from + (first + i) * row_stride + e, elements - e) : vf{};
+      transpose(square);
+      long words = words_of<Op>(elements - e);
+      for (int i = 0; i < kLanes && i < words; ++i) store(to + (e / Op::per_word + i) * width + first, square[i]);
+    }
+}
+
+REGARD_INLINE bool is_finite(vf x) {
+#if defined(__AVX512DQ__)
+  return _mm512_fpclass_ps_mask((__m512)x, 0x99) == 0;  // quiet and signalling NaN, both infinities
+#else
+  vi infinite = ((vi)x & 0x7f800000) == 0x7f800000;
+  int any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= infinite[i];
+  return any == 0;
+#endif
+}
+
+template <class In>
+REGARD_INLINE bool row_is_finite(const In *row, long elements) {
+  for (long e = 0; e < elements; e += kLanes)
+    if (!is_finite(read_words<In, Float32>(row + e, elements - e))) return false;
+  return true;
+}
+
+// Right operand X: rows of X, in panels of kPanel columns `panel_stride` words apart, each row kPanel words.
+// bfloat16 pairs interleave rows 2n and 2n + 1. `row(n)` is the n-th row, or null for a row of zeros.
+template <class In, class Op>
+struct Rows;
+template <class In>
+struct Rows<In, Float32> {
+  template <class Row>
+  static void pack(word *to, long panel_stride, long rows, long columns, const Row &row) {
+    for (long n = 0; n < rows; ++n) {
+      const In *from = row(n);
+      for (long c = 0; c < columns; c += kUnit) {
+        word *unit = to + c / kPanel * panel_stride + n * kPanel + c % kPanel;
+        for (int v = 0; v < kUnit; v += kLanes)
+          store(unit + v, from && c + v < columns ? read_words<In, Float32>(from + c + v, columns - c - v) : vf{});
+      }
+    }
+  }
+};
+#if defined(__AVX512BF16__)
+REGARD_INLINE __m512i read_halves(const bf16 *from, long columns) {
+  if (!from) return _mm512_setzero_si512();
+  __mmask16 exist = columns >= kLanes ? 0xffff : (__mmask16)((1u << columns) - 1);
+  return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(exist, from));
+}
+template <>
+struct Rows<bf16, Bfloat16> {
+  template <class Row>
+  static void pack(word *to, long panel_stride, long rows, long columns, const Row &row) {
+    for (long n = 0; n < rows; n += 2) {
+      const bf16 *even = row(n), *odd = n + 1 < rows ? row(n + 1) : nullptr;
+      for (long c = 0; c < columns; c += kUnit) {
+        word *unit = to + c / kPanel * panel_stride + n / 2 * kPanel + c % kPanel;
+        __m512i low = read_halves(even ? even + c : even, columns - c);
+        __m512i high = read_halves(odd ? odd + c : odd, columns - c);
+        store(unit, (vf)_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      }
+    }
+  }
+};
+#endif
+
+}  // namespace

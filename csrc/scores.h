@@ -70,6 +70,7 @@ REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
 
 // -inf where the reach ends, in columns first ... first + n of the row.
 REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
+  if (reach.low <= first && first + n <= reach.high) return;
   bool interval = reach.low < reach.high;
   int64_t gaps[2][2] = {{reach.prefix, interval ? reach.low : INT64_MAX}, {reach.high, interval ? INT64_MAX : 0}};
   for (auto &gap : gaps) {

@@ -15,40 +15,50 @@ REGARD_INLINE long words_of(long elements) {
   return (elements + Op::per_word - 1) / Op::per_word;
 }
 
-// One growing block of memory per thread, kept between calls: fresh pages would cost a short call more than its work.
-// A pthread key frees it when the thread ends (a C++ destructor would need the C++ runtime library).
-class Scratch {
+// Hands out arrays of a block one after another; with no block it only counts the bytes.
+class Arrays {
  public:
-  bool reserve(size_t bytes) {
-    used_ = 0;
-    if (bytes <= size_) return true;
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, [] { pthread_key_create(&key_, free); });
-    free(base_);
-    size_ = round_up(bytes, 1 << 16);
-    base_ = (char *)aligned_alloc(4096, size_);
-    if (!base_) size_ = 0;
-    pthread_setspecific(key_, base_);
-    return base_ != nullptr;
-  }
+  explicit Arrays(char *base) : base_(base) {}
   template <class T>
-  T *take(size_t count) {
-    T *p = (T *)(base_ + used_);
-    used_ += padded(count * sizeof(T));
-    return p;
+  void take(T *&array, size_t count) {
+    array = (T *)(base_ + used_);
+    used_ += round_up(count * sizeof(T), 64) + 64;  // a line apart: no equal low addresses
   }
-  static size_t padded(size_t bytes) { return round_up(bytes, 64) + 64; }  // apart by a line: no equal low addresses
+  size_t used() const { return used_; }
 
  private:
-  static pthread_key_t key_;
   char *base_;
-  size_t size_, used_;
+  size_t used_ = 0;
 };
-pthread_key_t Scratch::key_;
 
-REGARD_INLINE Scratch &thread_scratch() {
+// One growing block of memory per thread, kept between calls: fresh pages would cost a short call more than its work.
+// A pthread key frees it when the thread ends (a C++ destructor would need the C++ runtime library).
+struct Scratch {
+  char *base;
+  size_t size;
+  static pthread_key_t key;
+};
+pthread_key_t Scratch::key;
+
+// Lays out this thread's block: `take(arrays)` takes what it needs, in the same order each time it is called.
+template <class Take>
+bool reserve(const Take &take) {
   static thread_local Scratch scratch;
-  return scratch;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  Arrays count(nullptr);
+  take(count);
+  if (count.used() > scratch.size) {
+    pthread_once(&once, [] { pthread_key_create(&Scratch::key, free); });
+    free(scratch.base);
+    scratch.size = round_up(count.used(), 1 << 16);
+    scratch.base = (char *)aligned_alloc(4096, scratch.size);
+    if (!scratch.base) scratch.size = 0;
+    pthread_setspecific(Scratch::key, scratch.base);
+    if (!scratch.base) return false;
+  }
+  Arrays arrays(scratch.base);
+  take(arrays);
+  return true;
 }
 
 // kLanes words from an element pointer of type In.
@@ -84,6 +94,15 @@ template <class In, class Op>
 REGARD_INLINE void copy_row(word *to, const In *from, long elements) {
   constexpr long full = kLanes * Op::per_word;
   for (long e = 0; e < elements; e += full, to += kLanes) store(to, read_words<In, Op>(from + e, elements - e));
+}
+
+// The same from float32 to the words' own type, up to `padded` elements.
+REGARD_INLINE void round_row(float *to, const float *from, long elements, long padded) {
+  for (long e = 0; e < padded; e += kLanes) store(to + e, read_words<float, Float32>(from + e, elements - e));
+}
+REGARD_INLINE void round_row(bf16 *to, const float *from, long elements, long padded) {
+  for (long e = 0; e < padded; e += kLanes)
+    *(vh_any *)(to + e) = to_bf16(read_words<float, Float32>(from + e, elements - e));
 }
 
 // A square of kLanes vectors, transposed by repeatedly interleaving its first half with its second.

@@ -15,40 +15,50 @@ REGARD_INLINE long words_of(long elements) {
   return (elements + Op::per_word - 1) / Op::per_word;
 }
 
-// One growing block of memory per thread, kept between calls: fresh pages would cost a short call more than its work.
-// A pthread key frees it when the thread ends (a C++ destructor would need the C++ runtime library).
-class Scratch {
+// Hands out arrays of a block one after another; with no block it only counts the bytes.
+class Arrays {
  public:
-  bool reserve(size_t bytes) {
-    used_ = 0;
-    if (bytes <= size_) return true;
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, [] { pthread_key_create(&key_, free); });
-    free(base_);
-    size_ = round_up(bytes, 1 << 16);
-    base_ = (char *)aligned_alloc(4096, size_);
-    if (!base_) size_ = 0;
-    pthread_setspecific(key_, base_);
-    return base_ != nullptr;
-  }
+  explicit Arrays(char *base) : base_(base) {}
   template <class T>
-  T *take(size_t count) {
-    T *p = (T *)(base_ + used_);
-    used_ += padded(count * sizeof(T));
-    return p;
+  void take(T *&array, size_t count) {
+    array = (T *)(base_ + used_);
+    used_ += round_up(count * sizeof(T), 64) + 64;  // a line apart: no equal low addresses
   }
-  static size_t padded(size_t bytes) { return round_up(bytes, 64) + 64; }  // apart by a line: no equal low addresses
+  size_t used() const { return used_; }
 
  private:
-  static pthread_key_t key_;
   char *base_;
-  size_t size_, used_;
+  size_t used_ = 0;
 };
-pthread_key_t Scratch::key_;
 
-REGARD_INLINE Scratch &thread_scratch() {
+// One growing block of memory per thread, kept between calls: fresh pages would cost a short call more than its work.
+// A pthread key frees it when the thread ends (a C++ destructor would need the C++ runtime library).
+struct Scratch {
+  char *base;
+  size_t size;
+  static pthread_key_t key;
+};
+pthread_key_t Scratch::key;
+
+// Lays out this thread's block: `take(arrays)` takes what it needs, in the same order each time it is called.
+template <class Take>
+bool reserve(const Take &take) {
   static thread_local Scratch scratch;
-  return scratch;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  Arrays count(nullptr);
+  take(count);
+  if (count.used() > scratch.size) {
+    pthread_once(&once, [] { pthread_key_create(&Scratch::key, free); });
+    free(scratch.base);
+    scratch.size = round_up(count.used(), 1 << 16);
+    scratch.base = (char *)aligned_alloc(4096, scratch.size);
+    if (!scratch.base) scratch.size = 0;
+    pthread_setspecific(Scratch::key, scratch.base);
+    if (!scratch.base) return false;
+  }
+  Arrays arrays(scratch.base);
+  take(arrays);
+  return true;
 }
 
 // kLanes words from an element pointer of type In.
@@ -86,24 +96,35 @@ REGARD_INLINE void copy_row(word *to, const In *from, long elements) {
   for (long e = 0; e < elements; e += full, to += kLanes) store(to, read_words<In, Op>(from + e, elements - e));
 }
 
+// The same from float32 to the words' own type, up to `padded` elements.
+REGARD_INLINE void round_row(float *to, const float *from, long elements, long padded) {
+  for (long e = 0; e < padded; e += kLanes) store(to + e, read_words<float, Float32>(from + e, elements - e));
+}
+REGARD_INLINE void round_row(bf16 *to, const float *from, long elements, long padded) {
+  for (long e = 0; e < padded; e += kLanes)
+    *(vh_any *)(to + e) = to_bf16(read_words<float, Float32>(from + e, elements - e));
+}
+
 // A square of kLanes vectors, transposed by repeatedly interleaving its first half with its second.
-REGARD_INLINE void transpose(vf (&x)[kLanes]) {
-  for (int stage = 1; stage < kLanes; stage *= 2) {
-    vf y[kLanes];
-    for (int i = 0; i < kLanes / 2; ++i) {
-      vf a = x[i], b = x[i + kLanes / 2];
 #if defined(__AVX512F__)
-      y[2 * i] = __builtin_shuffle(a, b, vi{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-      y[2 * i + 1] = __builtin_shuffle(a, b, vi{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+constexpr vi kLowHalves = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+constexpr vi kHighHalves = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 #elif defined(__AVX2__)
-      y[2 * i] = __builtin_shuffle(a, b, vi{0, 8, 1, 9, 2, 10, 3, 11});
-      y[2 * i + 1] = __builtin_shuffle(a, b, vi{4, 12, 5, 13, 6, 14, 7, 15});
+constexpr vi kLowHalves = {0, 8, 1, 9, 2, 10, 3, 11};
+constexpr vi kHighHalves = {4, 12, 5, 13, 6, 14, 7, 15};
 #else
-      y[2 * i] = __builtin_shuffle(a, b, vi{0, 4, 1, 5});
-      y[2 * i + 1] = __builtin_shuffle(a, b, vi{2, 6, 3, 7});
+constexpr vi kLowHalves = {0, 4, 1, 5};
+constexpr vi kHighHalves = {2, 6, 3, 7};
 #endif
-    }
-    for (int i = 0; i < kLanes; ++i) x[i] = y[i];
+template <int stage = 1>
+REGARD_INLINE void transpose(vf (&x)[kLanes]) {
+  if constexpr (stage < kLanes) {
+    vf y[kLanes];
+    each<kLanes>(REGARD_EACH {
+      y[i] = __builtin_shuffle(x[i / 2], x[i / 2 + kLanes / 2], i % 2 ? kHighHalves : kLowHalves);
+    });
+    transpose<2 * stage>(y);
+    each<kLanes>(REGARD_EACH { x[i] = y[i]; });
   }
 }
 
@@ -114,30 +135,32 @@ void pack_transposed(word *to, const In *from, long row_stride, long rows, long 
   for (long first = 0; first < width; first += kLanes)
     for (long e = 0; e < elements; e += full) {
       vf square[kLanes];
+      const In *corner = from + first * row_stride + e;
+      word *target = to + e / Op::per_word * width + first;
+      if (first + kLanes <= rows && e + full <= elements) {
+        each<kLanes>(REGARD_EACH { square[i] = Reader<In, Op>::words(corner + i * row_stride); });
+        transpose(square);
+        each<kLanes>(REGARD_EACH { store(target + i * width, square[i]); });
+        continue;
+      }
       for (int i = 0; i < kLanes; ++i)
-        square[i] = first + i < rows ? read_words<In, Op>(from + (first + i) * row_stride + e, elements - e) : vf{};
+        square[i] = first + i < rows ? read_words<In, Op>(corner + i * row_stride, elements - e) : vf{};
       transpose(square);
       long words = words_of<Op>(elements - e);
-      for (int i = 0; i < kLanes && i < words; ++i) store(to + (e / Op::per_word + i) * width + first, square[i]);
+      for (int i = 0; i < kLanes && i < words; ++i) store(target + i * width, square[i]);
     }
 }
 
-REGARD_INLINE bool is_finite(vf x) {
-#if defined(__AVX512DQ__)
-  return _mm512_fpclass_ps_mask((__m512)x, 0x99) == 0;  // quiet and signalling NaN, both infinities
-#else
-  vi infinite = ((vi)x & 0x7f800000) == 0x7f800000;
-  int any = 0;
-  for (int i = 0; i < kLanes; ++i) any |= infinite[i];
-  return any == 0;
-#endif
-}
-
+// Whether all values of the rows are finite: x - x is 0 for those and NaN for the others.
 template <class In>
-REGARD_INLINE bool row_is_finite(const In *row, long elements) {
-  for (long e = 0; e < elements; e += kLanes)
-    if (!is_finite(read_words<In, Float32>(row + e, elements - e))) return false;
-  return true;
+bool are_finite(const In *row, long row_stride, long rows, long elements) {
+  vf differences = {};
+  for (long n = 0; n < rows; ++n, row += row_stride)
+    for (long e = 0; e < elements; e += kLanes) {
+      vf x = read_words<In, Float32>(row + e, elements - e);
+      differences += x - x;
+    }
+  return sum_lanes(differences) == 0;
 }
 
 // Right operand X: rows of X, in panels of kPanel columns `panel_stride` words apart, each row kPanel words.

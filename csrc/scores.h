@@ -40,6 +40,12 @@ REGARD_INLINE Reach reach_of(const Call &x, int64_t batch, int64_t slot) {
   return {prefix, low, high > low ? high : low};
 }
 
+// Hull of the reaches of query rows first ... last: the bounds only grow with the slot.
+REGARD_INLINE Reach span_of(const Call &x, int64_t batch, int64_t first, int64_t last) {
+  Reach a = reach_of(x, batch, x.q_start[batch] + first), b = reach_of(x, batch, x.q_start[batch] + last);
+  return {a.prefix > b.prefix ? a.prefix : b.prefix, a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high};
+}
+
 // Wellons' lowbias32, as in regard/backends/dropout.py.
 REGARD_INLINE uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -70,6 +76,7 @@ REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
 
 // -inf where the reach ends, in columns first ... first + n of the row.
 REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
+  if (reach.low <= first && first + n <= reach.high) return;
   bool interval = reach.low < reach.high;
   int64_t gaps[2][2] = {{reach.prefix, interval ? reach.low : INT64_MAX}, {reach.high, interval ? INT64_MAX : 0}};
   for (auto &gap : gaps) {
@@ -150,9 +157,7 @@ REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f /
 // Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
 bool is_read(const Call &x, int64_t batch, int64_t column) {
   if (x.keep && !x.keep[batch * x.k_len + column]) return false;
-  Reach first = reach_of(x, batch, x.q_start[batch]), last = reach_of(x, batch, x.q_start[batch] + x.q_len - 1);
-  bool ahead = column < first.low && column < last.low, behind = column >= first.high && column >= last.high;
-  if (column >= first.prefix && (ahead || behind)) return false;  // bounds only grow with the slot
+  if (!span_of(x, batch, 0, x.q_len - 1).contains(column)) return false;
   for (int64_t row = 0; row < x.q_len; ++row) {
     Query q = query_of(x, batch, 0, row);
     if (!q.reach.contains(column)) continue;

@@ -10,6 +10,7 @@ namespace {
 constexpr int kTileRows = 6;
 
 struct Float32 {
+  typedef float Element;
   static constexpr int per_word = 1;
   static constexpr bool coarse = false;
   static REGARD_INLINE vf multiply_add(vf c, vf a, vf b) { return a * b + c; }
@@ -17,6 +18,7 @@ struct Float32 {
 
 #if defined(__AVX512BF16__)
 struct Bfloat16 {
+  typedef bf16 Element;
   static constexpr int per_word = 2;
   static constexpr bool coarse = true;
   static REGARD_INLINE vf multiply_add(vf c, vf a, vf b) {
@@ -102,20 +104,19 @@ void product_rows(const Product &p, int rows) {
   }
 }
 
+constexpr int kTileUnits = kTileVectors / kUnitVectors;
+
 // rows <= 6, units <= 4 (columns / 16).
 template <class Op, Start start>
 void product(Product p, int rows, int units) {
-  int vectors = units * kUnitVectors;
-  for (; vectors > kTileVectors; vectors -= kTileVectors, p.b += kTileVectors * kLanes, p.c += kTileVectors * kLanes)
+  for (; units > kTileUnits; units -= kTileUnits, p.b += kTileUnits * kUnit, p.c += kTileUnits * kUnit)
     product_rows<Op, kTileVectors, start>(p, rows);
-  switch (vectors) {
-    case 1: return product_rows<Op, 1, start>(p, rows);
-    case 2: return product_rows<Op, 2, start>(p, rows);
-#if !defined(__AVX2__) || defined(__AVX512F__)
-    case 3: return product_rows<Op, 3, start>(p, rows);
-    default: return product_rows<Op, 4, start>(p, rows);
-#endif
+  if constexpr (kTileUnits > 1) {
+    if (units == 1) return product_rows<Op, kUnitVectors, start>(p, rows);
+    if (units == 2) return product_rows<Op, 2 * kUnitVectors, start>(p, rows);
+    if (units == 3) return product_rows<Op, 3 * kUnitVectors, start>(p, rows);
   }
+  product_rows<Op, kTileVectors, start>(p, rows);
 }
 
 // n rows in near-equal groups of at most six: where group g begins.

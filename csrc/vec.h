@@ -85,18 +85,26 @@ REGARD_INLINE vf vmax(vf a, vf b) {
 
 // Across lanes, always halved in the same order, so that a row's sum never depends on where it was computed.
 REGARD_INLINE float sum_lanes(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float t[kLanes];
   store(t, x);
   for (int n = kLanes / 2; n > 0; n /= 2)
     for (int i = 0; i < n; ++i) t[i] += t[i + n];
   return t[0];
+#endif
 }
 REGARD_INLINE float max_lanes(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float t[kLanes];
   store(t, x);
   for (int n = kLanes / 2; n > 0; n /= 2)
     for (int i = 0; i < n; ++i) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
   return t[0];
+#endif
 }
 
 // 2^f on [0, 1): minimax in relative error with the constant held at 1, so that exp(0) is exactly 1.

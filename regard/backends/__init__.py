@@ -98,7 +98,7 @@ def count_backends() -> Iterator[Counter[str]]:
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 5, 8)
     >>> with count_backends() as counts:
-    ...     out = regard.attention(q, q, q, softcap=30.0)
+    ...     out = regard.attention(q, q, q, backend="chunked")
     >>> dict(counts)
     {'chunked': 1}
     """

@@ -22,8 +22,6 @@ __all__ = ["defer", "reject", "run"]
 
 def reject(call: AttentionCall) -> str | None:
     """No library, another device, float64, function transforms; masks and biases too large to write out."""
-    if library.REASON is not None:
-        return library.REASON
     if call.q.device.type != "cpu":
         return f"it runs on the CPU, not on {call.q.device.type}"
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -32,7 +30,7 @@ def reject(call: AttentionCall) -> str | None:
         return "its kernels take no function transforms (vmap, jvp, jacrev)"
     if call.under_derivatives:
         return "its kernels have no forward-mode derivatives"
-    return unfit(call)
+    return library.REASON if library.REASON is not None else unfit(call)
 
 
 def defer(call: AttentionCall) -> str | None:
@@ -52,5 +50,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
     if not v_dim:
         v = F.pad(v, (0, 1))
-    out, lse = attend(operands_of(dataclasses.replace(call, q=q, k=k, v=v)), wide)
+    if q is not call.q or v is not call.v:
+        call = dataclasses.replace(call, q=q, k=k, v=v)
+    out, lse = attend(operands_of(call), wide)
     return (out if v_dim else out[..., :0]), lse

@@ -310,13 +310,16 @@ def _segments(term: tuple[Segments | Buckets, int], frame: Frame) -> tuple[Tenso
 
 def _dense(terms: _Terms, frame: Frame) -> Tensor | None:
     """The terms that are tensors or have no other form, as one bool tensor (B | 1, H | 1, Tq | 1, Tk | 1)."""
+    if not (terms.dense or terms.others):
+        return None
     parts = []
     for given, by in terms.dense:
         whole = given.tensor if given.tensor.ndim == 4 else given.tensor[None, None]
         parts.append(whole[..., by : by + frame.k_len] if whole.shape[3] > 1 else whole)
-    site = frame.site()
-    parts += [_four(other.allows_at(site.moved(by) if by else site)) for other, by in terms.others]
-    return functools.reduce(operator.and_, parts) if parts else None
+    if terms.others:
+        site = frame.site()
+        parts += [_four(other.allows_at(site.moved(by) if by else site)) for other, by in terms.others]
+    return functools.reduce(operator.and_, parts)
 
 
 def _four(x: Tensor) -> Tensor:
@@ -331,12 +334,11 @@ def _tiles(mask: Tensor) -> Tensor | None:
     edge = (0, -cols % TILE, 0, -rows % TILE)
 
     def tiles(beyond: int) -> Tensor:
-        whole: Tensor = F.pad(mask.to(torch.uint8), edge, value=beyond) if any(edge) else mask.to(torch.uint8)
-        return whole.unflatten(3, (-1, TILE)).unflatten(2, (-1, TILE))
+        whole = F.pad(mask.to(torch.uint8), edge, value=beyond).contiguous()
+        return whole.view(*whole.shape[:2], -(-rows // TILE), TILE, -(-cols // TILE), TILE)
 
-    kinds: Tensor = torch.where(tiles(1).amin((3, 5)) > 0, FULL, PARTIAL)
-    kinds = torch.where(tiles(0).amax((3, 5)) > 0, kinds, EMPTY).to(torch.uint8)
-    return kinds
+    kinds = torch.where(tiles(1).amin((3, 5)) > 0, FULL, PARTIAL)
+    return torch.where(tiles(0).amax((3, 5)) > 0, kinds, EMPTY).to(torch.uint8)
 
 
 # ---- biases ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ definition.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -37,11 +36,24 @@ _library.define(
 def attend(operands: Operands, wide: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) of the kernels, recorded by autograd where gradients are wanted; `wide`: out in float32."""
     trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands.trained)
-    if trained and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        out, lse = torch.ops.regard.attention_forward(*operands, wide or trained)
+    elif trained:
         out, lse = _Attention.apply(*operands, True)  # type: ignore[no-untyped-call]
-        return out, lse
-    out, lse = torch.ops.regard.attention_forward(*operands, wide or trained)
+    else:
+        out, lse = _forward_here(*operands, wide)
     return out, lse
+
+
+def _forward_here(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator, without torch's dispatcher (a third of a decode step's time) where nobody watches it."""
+    if torch._C._len_torch_dispatch_stack() or not all(type(x) in _PLAIN for x in arguments[:3]):
+        out, lse = torch.ops.regard.attention_forward(*arguments)
+        return out, lse
+    return _forward(*arguments)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
@@ -79,14 +91,10 @@ def _backward(
     d_out = torch.zeros_like(out) if d_out is None else d_out.to(torch.float32).contiguous()
     d_lse = None if d_lse is None else d_lse.to(torch.float32).contiguous()
     record, alive = _record(operands, out, lse)
-    grad = library.GradRecord(d_out=d_out.data_ptr(), out=out.data_ptr())
-    if d_lse is not None:
-        grad.d_lse = d_lse.data_ptr()
-    for name, one, want in zip(("d_q", "d_k", "d_v", "d_bias", "d_relative"), grads, wanted, strict=True):
-        if want:
-            setattr(grad, name, one.data_ptr())
-    if wanted[3]:
-        grad.d_bias_stride[:] = _broadcast_strides(grads[3])
+    d_q, d_k, d_v, d_bias, d_relative = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    grad = library.GRAD.pack(
+        *(_address(x) for x in (d_out, d_lse, out, d_q, d_k, d_v)), *_broadcast(d_bias), _address(d_relative)
+    )
     library.run("regard_attention_backward", record, grad)
     del alive
     return grads
@@ -100,41 +108,35 @@ def _empty_grads(operands: Operands, wanted: list[bool]) -> tuple[Tensor, ...]:
     )
 
 
-def _broadcast_strides(x: Tensor) -> list[int]:
-    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
-
-
-def _record(operands: Operands, out: Tensor, lse: Tensor) -> tuple[library.CallRecord, list[Tensor]]:
+def _record(operands: Operands, out: Tensor, lse: Tensor) -> tuple[bytes, list[Tensor]]:
     """The struct of a call, and the tensors that its pointers need alive."""
     one = operands
     batch, q_heads, q_len, k_dim = one.q.shape
-    record = library.CallRecord(batch, q_heads, one.k.shape[1], q_len, one.k.shape[2], k_dim, one.v.shape[3])
-    record.dtype = 1 if one.q.dtype == torch.bfloat16 else 0
-    record.scale, record.softcap, record.dropout_p = one.scale, one.softcap, one.dropout_p
-    record.out_f32 = out.dtype == torch.float32
-    record.low, record.high = one.low, one.high
-    alive = []
-    for name, x in (("q", one.q), ("k", one.k), ("v", one.v), ("out", out)):
-        rows = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-        alive.append(rows)
-        setattr(record, name, rows.data_ptr())
-        getattr(record, f"{name}_stride")[:] = rows.stride()[:3]
-    record.lse = lse.data_ptr()
-    for name in ("q_start", "prefix", "k_length", "keep", "q_segment", "k_segment", "mask", "layout", "bias"):
-        x = getattr(one, name)
-        if x is not None:
-            setattr(record, name, x.data_ptr())
-    for name in ("mask", "layout", "bias"):
-        x = getattr(one, name)
-        if x is not None:
-            getattr(record, f"{name}_stride")[:] = _broadcast_strides(x)
-    record.layout_rows = record.layout_cols = TILE
-    if one.relative is not None:
-        record.relative, record.relative_stride = one.relative.data_ptr(), one.relative.stride(0)
-        record.relative_zero, record.relative_count = one.relative_zero, one.relative.shape[1]
-    if one.seed is not None:
-        record.dropout_seed = ctypes.c_int64(int(one.seed)).value
-    return record, alive
+    q, k, v = rows = [x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (one.q, one.k, one.v)]
+    vector = one.relative
+    record = library.CALL.pack(  # in the order of its fields
+        *(batch, q_heads, k.shape[1], q_len, k.shape[2], k_dim, v.shape[3]),
+        *(1 if q.dtype == torch.bfloat16 else 0, one.scale, one.softcap),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()),
+        *(out.dtype == torch.float32, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+        *(one.q_start.data_ptr(), one.low, one.high, _address(one.prefix), _address(one.k_length), _address(one.keep)),
+        *(_address(one.q_segment), _address(one.k_segment), *_broadcast(one.mask)),
+        *(*_broadcast(one.layout), TILE, TILE, *_broadcast(one.bias)),
+        *(_address(vector), *((0, 0, 0) if vector is None else (vector.stride(0), one.relative_zero, vector.shape[1]))),
+        *(one.dropout_p, 0 if one.seed is None else int(one.seed)),
+    )
+    return record, rows
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _broadcast(x: Tensor | None) -> tuple[int, ...]:
+    """The address of a 4-D tensor and its strides, 0 along axes of one entry, which broadcast."""
+    if x is None:
+        return 0, 0, 0, 0, 0
+    return x.data_ptr(), *(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 # ---- their gradients -------------------------------------------------------------------------------------------------
@@ -164,8 +166,7 @@ def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Te
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.regard.attention_forward(*arguments)
-        return out, lse
+        return _forward_here(*arguments)
 
     setup_context = staticmethod(_setup)
     backward = staticmethod(_gradients)

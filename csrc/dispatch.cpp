@@ -21,8 +21,8 @@ struct Set {
 
 #define REGARD_DECLARE(set)                                 \
   extern "C" int regard_forward_##set(const regard_attention *); \
-  extern "C" __attribute__((weak)) int regard_backward_##set(const regard_attention *, const regard_attention_grad *);
-#define REGARD_ENTRY(set, name, runs) {name, runs, regard_forward_##set, regard_backward_##set ? regard_backward_##set : regard_backward_portable}
+  extern "C" int regard_backward_##set(const regard_attention *, const regard_attention_grad *);
+#define REGARD_ENTRY(set, name, runs) {name, runs, regard_forward_##set, regard_backward_##set}
 
 REGARD_DECLARE(portable)
 #ifdef REGARD_HAS_v3

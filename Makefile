@@ -1,9 +1,10 @@
-# Every target makes .venv itself. The stamp's name carries a checksum of what the environment depends on,
-# so that it is made again when (and only when) one of these files or the folder changes.
+# Every target makes .venv itself, and builds the kernels where there is a C++ compiler. The stamp's name carries a
+# checksum of what the environment depends on, so that it is made again when (and only when) one of these files or the
+# folder changes.
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
-STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
+STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt CMakeLists.txt csrc/*; pwd; } | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test test-slow check bench docs clean

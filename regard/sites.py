@@ -113,11 +113,11 @@ class Frame:
     ) -> None:
         self.batch, self.heads, self.q_len, self.k_len = batch, heads, q_len, k_len
         self.q_start, self.packing, self.device = q_start, packing, device
-        self._start_range: tuple[int, int] | None = None
+        self.start_range: tuple[int, int] | None = None  # the smallest and largest start, where known
         if not isinstance(q_start, Tensor):
-            self._start_range = (q_start, q_start)
+            self.start_range = (q_start, q_start)
         elif q_start.numel() and can_read(q_start):
-            self._start_range = (int(q_start.min()), int(q_start.max()))
+            self.start_range = (int(q_start.min()), int(q_start.max()))
 
     def site(self, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> Site:
         """The index tensors of rows ``rows[0]:rows[1]`` by columns ``cols[0]:cols[1]`` (all of them by default)."""
@@ -142,9 +142,9 @@ class Frame:
         if self.packing is not None:
             i, j = self.packing.q_local[slice(*rows)], self.packing.k_local[slice(*cols)]
             return Span(min(i), max(i), min(j), max(j), rows, cols, ragged=True)
-        if self._start_range is None:
+        if self.start_range is None:
             return None
-        low, high = self._start_range
+        low, high = self.start_range
         return Span(low + rows[0], high + rows[1] - 1, cols[0], cols[1] - 1, rows, cols, ragged=low != high)
 
     def _local(self, values: Sequence[int], low: int, high: int) -> Tensor:

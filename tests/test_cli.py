@@ -89,8 +89,8 @@ def test_explain_describes_calls_too_large_to_hold(capsys):
     code, out, _ = run(capsys, "explain", *sizes, *options, "--json")
     answer = json.loads(out)
     assert code == 0
-    assert answer["chosen"] == "chunked"
-    assert {row["name"] for row in answer["backends"]} >= {"reference", "chunked", "sdpa", "flex"}
+    assert answer["chosen"] in ("native", "chunked")  # by whether the kernels were built
+    assert {row["name"] for row in answer["backends"]} >= {"native", "reference", "chunked", "sdpa", "flex"}
     assert all(row["reason"] for row in answer["backends"] if row["name"] == "sdpa")
 
 
@@ -157,7 +157,7 @@ def test_generate_continues_the_text_and_tells_what_it_cost(paris):
     assert text.startswith("The capital of France is Paris")
     rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
     assert set(rows) >= {"model", "backend", "prefill", "decode", "cache", "multi-head"}
-    assert re.search(r"\b(sdpa|chunked|reference|flex)\b", rows["backend"])
+    assert re.search(r"\b(native|sdpa|chunked|reference|flex)\b", rows["backend"])
     assert " 5 tokens" in rows["prefill"]
     assert " 11 tokens" in rows["decode"]
     assert "room for 16 tokens" in rows["cache"]

@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from regard.backends import chunked, flex, reference, sdpa
+from regard.backends import chunked, flex, native, reference, sdpa
 from regard.backends.call import AttentionCall
 from regard.errors import BackendUnsupported
 
@@ -40,12 +40,18 @@ __all__ = [
     "use_backend",
 ]
 
-_BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference}
-ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("sdpa", "chunked", "flex", "reference"),
-    "cuda": ("sdpa", "flex", "chunked", "reference"),
+_BACKENDS: dict[str, ModuleType] = {
+    "native": native,
+    "sdpa": sdpa,
+    "flex": flex,
+    "chunked": chunked,
+    "reference": reference,
 }
-_OTHER = ("sdpa", "chunked", "flex", "reference")
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("native", "sdpa", "chunked", "flex", "reference"),
+    "cuda": ("sdpa", "flex", "chunked", "native", "reference"),
+}
+_OTHER = ("sdpa", "chunked", "flex", "native", "reference")
 
 _log = logging.getLogger("regard")
 _said: set[tuple[str, str]] = set()
@@ -92,7 +98,7 @@ def count_backends() -> Iterator[Counter[str]]:
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 5, 8)
     >>> with count_backends() as counts:
-    ...     out = regard.attention(q, q, q, softcap=30.0)
+    ...     out = regard.attention(q, q, q, backend="chunked")
     >>> dict(counts)
     {'chunked': 1}
     """

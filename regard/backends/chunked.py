@@ -72,17 +72,9 @@ class _Chunked(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         call = ctx.call.with_tensors(tuple(tensors))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return None, *_recorded_backward(call, tensors, grads, ctx.needs_input_grad[1:])
+            return None, *reference.recorded_gradients(call, tensors, grads, ctx.needs_input_grad[1:])
         found = _backward(call, out, lse, *grads)
         return None, *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
-
-
-def _recorded_backward(
-    call: AttentionCall, tensors: list[Tensor], grads: Any, wanted: Any
-) -> tuple[Tensor | None, ...]:
-    inputs = [t for t, needed in zip(tensors, wanted, strict=True) if needed]
-    found = iter(torch.autograd.grad(reference.run(call), inputs, grads, create_graph=True, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in wanted)
 
 
 # ---- tiles -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,9 @@ def dropout_factor(site: Site, seed: Tensor, p: float, dtype: torch.dtype) -> Te
     """0 for a dropped weight, ``1 / (1 - p)`` for a kept one, on (B, H, rows, columns); ``p = 1`` drops all.
 
     A weight's bit depends on the seed and on its batch row, head, query row and key column, not on tiles or threads.
+    `p` counts as the nearest float32, which is what kernels are given.
     """
+    p = ctypes.c_float(p).value
     low, high = seed & _WORD, (seed >> 32) & _WORD
     line = _mix(_mix(_mix(low ^ site.b) ^ site.h) ^ site.row)
     word = _mix(_mix(line ^ high) ^ site.col)

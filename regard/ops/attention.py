@@ -137,7 +137,7 @@ def explain(
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 64, 8)
-    >>> regard.explain(q, q, q, softcap=30.0).chosen
+    >>> regard.explain(q.double(), q.double(), q.double(), softcap=30.0).chosen
     'chunked'
     """
     call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)

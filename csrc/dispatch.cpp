@@ -1,0 +1,136 @@
+// The exported functions: which instruction set runs, and the words for a status.
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "regard.h"
+
+namespace {
+
+using Forward = int (*)(const regard_attention *);
+using Backward = int (*)(const regard_attention *, const regard_attention_grad *);
+
+struct Set {
+  const char *name;
+  bool (*runs)();
+  Forward forward;
+  Backward backward;
+};
+
+}  // namespace
+
+#define REGARD_DECLARE(set)                                 \
+  extern "C" int regard_forward_##set(const regard_attention *); \
+  extern "C" int regard_backward_##set(const regard_attention *, const regard_attention_grad *);
+#define REGARD_ENTRY(set, name, runs) {name, runs, regard_forward_##set, regard_backward_##set}
+
+REGARD_DECLARE(portable)
+#ifdef REGARD_HAS_v3
+REGARD_DECLARE(v3)
+#endif
+#ifdef REGARD_HAS_v4
+REGARD_DECLARE(v4)
+#endif
+#ifdef REGARD_HAS_v4_bf16
+REGARD_DECLARE(v4_bf16)
+#endif
+#ifdef REGARD_HAS_aarch64
+REGARD_DECLARE(aarch64)
+#endif
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+bool has_v3() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+}
+bool has_v4() {
+  return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_v4_bf16() { return has_v4() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+// Every set by rising power. A name stands here even where its kernels were not compiled, so that a cap can name it.
+const Set sets[] = {
+    REGARD_ENTRY(portable, "portable", always),
+#if defined(__x86_64__)
+#ifdef REGARD_HAS_v3
+    REGARD_ENTRY(v3, "x86-64-v3", has_v3),
+#else
+    {"x86-64-v3", has_v3, nullptr, nullptr},
+#endif
+#ifdef REGARD_HAS_v4
+    REGARD_ENTRY(v4, "x86-64-v4", has_v4),
+#else
+    {"x86-64-v4", has_v4, nullptr, nullptr},
+#endif
+#ifdef REGARD_HAS_v4_bf16
+    REGARD_ENTRY(v4_bf16, "x86-64-v4+bf16", has_v4_bf16),
+#else
+    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr},
+#endif
+#elif defined(REGARD_HAS_aarch64)
+    REGARD_ENTRY(aarch64, "aarch64", always),
+#endif
+};
+
+// The most powerful set that this machine runs, no higher than REGARD_ISA says; null where that names none.
+const Set *choose() {
+  const char *cap = getenv("REGARD_ISA");
+  const Set *best = nullptr;
+  for (const Set &set : sets) {
+    if (set.forward && set.runs()) best = &set;
+    if (cap && *cap && strcmp(cap, set.name) == 0) return best;
+  }
+  return cap && *cap ? nullptr : best;
+}
+
+const Set *chosen() {
+  static const Set *const set = choose();
+  return set;
+}
+
+int refused(const regard_attention &a) {
+  if (!chosen()) return REGARD_UNKNOWN_ISA;
+  if (a.dtype != REGARD_F32 && a.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
+  if (a.batch < 1 || a.q_heads < 1 || a.kv_heads < 1 || a.q_len < 1 || a.k_len < 1 || a.k_dim < 1 || a.v_dim < 1) return REGARD_BAD_SIZE;
+  if (a.q_heads % a.kv_heads) return REGARD_BAD_SIZE;
+  return REGARD_OK;
+}
+
+}  // namespace
+
+#define REGARD_EXPORT extern "C" __attribute__((visibility("default")))
+
+REGARD_EXPORT int regard_attention_forward(const regard_attention *call) {
+  const int status = refused(*call);
+  return status ? status : chosen()->forward(call);
+}
+
+REGARD_EXPORT int regard_attention_backward(const regard_attention *call, const regard_attention_grad *grad) {
+  const int status = refused(*call);
+  return status ? status : chosen()->backward(call, grad);
+}
+
+REGARD_EXPORT const char *regard_error(int status) {
+  switch (status) {
+    case REGARD_OK: return "no error";
+    case REGARD_NO_MEMORY: return "out of memory";
+    case REGARD_BAD_DTYPE: return "a dtype other than float32 and bfloat16";
+    case REGARD_BAD_SIZE: return "an empty size, or query heads that are no multiple of the key heads";
+    case REGARD_UNKNOWN_ISA: return "REGARD_ISA names no instruction set";
+    default: return "an unknown status";
+  }
+}
+
+REGARD_EXPORT const char *regard_isa(void) { return chosen() ? chosen()->name : nullptr; }
+
+REGARD_EXPORT int regard_threads(void) { return omp_get_max_threads(); }
+
+REGARD_EXPORT int64_t regard_struct_size(int which) {
+  return which == 0 ? sizeof(regard_attention) : which == 1 ? sizeof(regard_attention_grad) : 0;
+}

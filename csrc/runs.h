@@ -1,0 +1,103 @@
+// Which columns of a key block a group of query rows reads.
+#pragma once
+#include "scores.h"
+
+namespace {
+
+constexpr int kMaxBlock = 512;  // keys of a block; six rows of scores stay in the L1 cache
+constexpr int kMaxPanels = 8;   // panels of a block
+
+// Columns of a block that a group of rows reads: [begin, end) in whole units, none read from `cut` on.
+struct Run {
+  int begin, end, cut;
+};
+struct Runs {
+  int count;
+  Run run[kMaxPanels];
+};
+
+struct Group {
+  int begin, rows;
+  Reach hull;
+};
+
+// Hull of the rows' reaches.
+REGARD_INLINE Reach hull_of(const Query *queries, int rows) {
+  Reach hull = {0, INT64_MAX, 0};
+  for (int r = 0; r < rows; ++r) {
+    const Reach &reach = queries[r].reach;
+    if (reach.prefix > hull.prefix) hull.prefix = reach.prefix;
+    if (reach.low >= reach.high) continue;
+    if (reach.low < hull.low) hull.low = reach.low;
+    if (reach.high > hull.high) hull.high = reach.high;
+  }
+  if (hull.low > hull.high) hull.low = hull.high;
+  return hull;
+}
+
+// Panels are `width` columns: 64 in the forward pass, 48 in the backward pass.
+// What of keep and segments can rule out whole panels of the block that starts at a key slot.
+template <int width>
+struct PanelFacts {
+  bool any_kept[kMaxPanels];
+  int64_t segment_low[kMaxPanels], segment_high[kMaxPanels];
+
+  void read(const Call &x, int64_t batch, int64_t first, int64_t keys) {
+    for (int64_t c = 0; c < keys; ++c) {
+      int panel = (int)(c / width);
+      int64_t j = batch * x.k_len + first + c;
+      if (c % width == 0) {
+        any_kept[panel] = !x.keep;
+        segment_low[panel] = INT64_MAX;
+        segment_high[panel] = INT64_MIN;
+      }
+      if (x.keep && x.keep[j]) any_kept[panel] = true;
+      if (x.k_segment && x.k_segment[j] < segment_low[panel]) segment_low[panel] = x.k_segment[j];
+      if (x.k_segment && x.k_segment[j] > segment_high[panel]) segment_high[panel] = x.k_segment[j];
+    }
+  }
+  bool alive(const Call &x, const Query *queries, int rows, int64_t first, int panel) const {
+    if (!any_kept[panel]) return false;
+    int64_t begin = first + panel * width, end = begin + width < x.k_len ? begin + width : x.k_len;
+    for (int r = 0; r < rows; ++r) {
+      const Query &q = queries[r];
+      if (x.q_segment) {
+        int64_t own = x.q_segment[q.batch * x.q_len + q.row];
+        if (own < segment_low[panel] || own > segment_high[panel]) continue;
+      }
+      if (!x.layout) return true;
+      for (int64_t j = begin; j < end; j = (j / x.layout_cols + 1) * x.layout_cols)
+        if (layout_at(x, q, j)) return true;
+    }
+    return false;
+  }
+};
+
+// The runs of a group in the block of `keys` keys at slot `first`; `facts` is null where panels cannot be ruled out.
+template <int width>
+REGARD_INLINE void find_runs(Runs &runs, const Call &x, const Group &group, const Query *queries, int64_t first,
+                             int keys, const PanelFacts<width> *facts) {
+  runs.count = 0;
+  int prefix = (int)clamp(group.hull.prefix - first, 0, keys);
+  int low = (int)clamp(group.hull.low - first, 0, keys), high = (int)clamp(group.hull.high - first, 0, keys);
+  for (int panel = 0; panel < keys; panel += width) {
+    int end = panel + width < keys ? panel + width : keys;
+    bool in_prefix = panel < prefix, in_interval = low < end && high > panel && low < high;
+    if (!in_prefix && !in_interval) continue;
+    if (facts && !facts->alive(x, queries, group.rows, first, panel / width)) continue;
+    int begin = in_prefix || low < panel ? panel : low / kUnit * kUnit;
+    int cut = in_interval ? (high < end ? high : end) : 0;
+    if (in_prefix && cut < (prefix < end ? prefix : end)) cut = prefix < end ? prefix : end;
+    Run *last = runs.count ? &runs.run[runs.count - 1] : nullptr;
+    if (last && last->cut == begin)
+      last->cut = cut;
+    else
+      runs.run[runs.count++] = {begin, 0, cut};
+    runs.run[runs.count - 1].end = (int)round_up(cut, kUnit);
+  }
+}
+
+// Whether panels may be ruled out by more than the reach.
+REGARD_INLINE bool is_sparse(const Call &x) { return x.keep || x.q_segment || x.layout; }
+
+}  // namespace

@@ -1,0 +1,175 @@
+// Which keys a query may attend to, and what a raw product becomes before the softmax.
+#pragma once
+#include <omp.h>
+
+#include "pack.h"
+#include "regard.h"
+
+namespace {
+
+typedef regard_attention Call;
+
+enum Status { kOk = 0, kNoMemory = 1 };
+
+REGARD_INLINE int threads() { return omp_get_max_threads(); }
+
+// Key columns that the interval, the prefix and the length leave to a row: [0, prefix) and [low, high).
+struct Reach {
+  int64_t prefix, low, high;
+  bool contains(int64_t j) const { return j < prefix || (j >= low && j < high); }
+};
+
+// One query row of one head.
+struct Query {
+  int64_t batch, head, row, slot;
+  Reach reach;
+  uint32_t line;  // the dropout rule's word for the row
+};
+
+REGARD_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : (x > high ? high : x); }
+
+REGARD_INLINE Reach reach_of(const Call &x, int64_t batch, int64_t slot) {
+  int64_t length = x.k_length ? clamp(x.k_length[batch], 0, x.k_len) : x.k_len;
+  int64_t low, high;
+  // i - j <= x.high  and  i - j >= x.low, without leaving 64 bits at the open ends
+  low = __builtin_sub_overflow(slot, x.high, &low) ? (x.high > 0 ? 0 : length) : clamp(low, 0, length);
+  high = __builtin_sub_overflow(slot, x.low, &high) ? (x.low > 0 ? -1 : length) : clamp(high, -1, length);
+  high = clamp(high + 1, 0, length);
+  int64_t prefix = x.prefix ? clamp(x.prefix[batch], 0, length) : 0;
+  if (prefix >= low && low < high) return {0, 0, prefix > high ? prefix : high};
+  return {prefix, low, high > low ? high : low};
+}
+
+// Hull of the reaches of query rows first ... last: the bounds only grow with the slot.
+REGARD_INLINE Reach span_of(const Call &x, int64_t batch, int64_t first, int64_t last) {
+  Reach a = reach_of(x, batch, x.q_start[batch] + first), b = reach_of(x, batch, x.q_start[batch] + last);
+  return {a.prefix > b.prefix ? a.prefix : b.prefix, a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high};
+}
+
+// Wellons' lowbias32, as in regard/backends/dropout.py.
+REGARD_INLINE uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t row) {
+  int64_t slot = x.q_start[batch] + row;
+  uint32_t line = 0;
+  if (x.dropout_p > 0)
+    line = mix(mix(mix((uint32_t)x.dropout_seed ^ (uint32_t)batch) ^ (uint32_t)head) ^ (uint32_t)row);
+  return {batch, head, row, slot, reach_of(x, batch, slot), line};
+}
+
+// Whether a term other than the interval, the prefix and the length decides which keys are read.
+REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
+// Whether scores are only scaled: then the softmax takes the scale on its way.
+REGARD_INLINE bool is_plain(const Call &x) {
+  return !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0;
+}
+
+REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
+  const int64_t *stride = x.layout_stride;
+  return x.layout[q.batch * stride[0] + q.head * stride[1] + q.row / x.layout_rows * stride[2] +
+                  column / x.layout_cols * stride[3]];
+}
+
+// -inf where the reach ends, in columns first ... first + n of the row.
+REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
+  if (reach.low <= first && first + n <= reach.high) return;
+  bool interval = reach.low < reach.high;
+  int64_t gaps[2][2] = {{reach.prefix, interval ? reach.low : INT64_MAX}, {reach.high, interval ? INT64_MAX : 0}};
+  for (auto &gap : gaps) {
+    int64_t begin = clamp(gap[0] - first, 0, n), end = clamp(gap[1] - first, 0, n);
+    for (int64_t c = begin; c < end; ++c) s[c] = -INFINITY;
+  }
+}
+
+// Raw products of one row in columns first ... first + n become base-2 logits, in place: scaled, capped, biased.
+// `slope`, where not null, takes the derivative of the cap.
+void shape(const Call &x, const Query &q, float *s, float *slope, int64_t first, int64_t n) {
+  int64_t exist = clamp(x.k_len - first, 0, n);  // columns past the last key are cut, and have no mask or bias
+  if (x.softcap > 0) {
+    vf inner = splat(x.scale / x.softcap), outer = splat(x.softcap * kLog2e);
+    for (int64_t c = 0; c < n; c += kLanes) {
+      vf t = tanhv(load(s + c) * inner);
+      store(s + c, t * outer);
+      if (slope) store(slope + c, 1.0f - t * t);
+    }
+  } else {
+    float scale = x.scale * kLog2e;
+    for (int64_t c = 0; c < n; ++c) s[c] *= scale;
+  }
+  if (x.bias) {
+    const int64_t *stride = x.bias_stride;
+    const float *bias = x.bias + q.batch * stride[0] + q.head * stride[1] + q.row * stride[2] + first * stride[3];
+    if (stride[3] == 1)
+      for (int64_t c = 0; c < exist; ++c) s[c] += bias[c] * kLog2e;
+    else
+      for (int64_t c = 0; c < exist; ++c) s[c] += bias[c * stride[3]] * kLog2e;
+  }
+  if (x.relative) {
+    int64_t index = first - q.slot + x.relative_zero;  // of column `first`; only allowed pairs need to lie inside
+    const float *bias = x.relative + q.head * x.relative_stride + index;
+    int64_t begin = clamp(-index, 0, exist), end = clamp(x.relative_count - index, 0, exist);
+    for (int64_t c = begin; c < end; ++c) s[c] += bias[c] * kLog2e;
+  }
+}
+
+// -inf for the pairs that may not attend, after `shape`.
+void hide(const Call &x, const Query &q, float *s, int64_t first, int64_t n) {
+  int64_t exist = clamp(x.k_len - first, 0, n);
+  if (x.keep) {
+    const uint8_t *keep = x.keep + q.batch * x.k_len + first;
+    for (int64_t c = 0; c < exist; ++c) s[c] = keep[c] ? s[c] : -INFINITY;
+  }
+  if (x.q_segment) {
+    int64_t own = x.q_segment[q.batch * x.q_len + q.row];
+    const int64_t *segment = x.k_segment + q.batch * x.k_len + first;
+    for (int64_t c = 0; c < exist; ++c) s[c] = segment[c] == own ? s[c] : -INFINITY;
+  }
+  if (x.mask) {
+    const int64_t *stride = x.mask_stride;
+    const uint8_t *mask = x.mask + q.batch * stride[0] + q.head * stride[1] + q.row * stride[2] + first * stride[3];
+    if (stride[3] == 1)
+      for (int64_t c = 0; c < exist; ++c) s[c] = mask[c] ? s[c] : -INFINITY;
+    else
+      for (int64_t c = 0; c < exist; ++c) s[c] = mask[c * stride[3]] ? s[c] : -INFINITY;
+  }
+  if (x.layout && !x.mask)
+    for (int64_t c = 0; c < exist; ++c) s[c] = layout_at(x, q, first + c) ? s[c] : -INFINITY;
+  cut(q.reach, s, first, n);
+}
+
+// Weights of one row times 1 where they are kept and 0 where they are dropped.
+void drop(const Call &x, const Query &q, float *p, int64_t first, int64_t n) {
+  uint64_t threshold = (uint64_t)((double)x.dropout_p * 4294967296.0);
+  uint32_t line = mix(q.line ^ (uint32_t)((uint64_t)x.dropout_seed >> 32));
+  if (threshold > 0xffffffffu) {
+    memset(p, 0, n * sizeof(float));
+    return;
+  }
+  uint32_t least = (uint32_t)threshold, column = (uint32_t)first;
+  for (int64_t c = 0; c < n; ++c) p[c] = mix(line ^ (column + (uint32_t)c)) >= least ? p[c] : 0.0f;
+}
+REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f / (1.0f - x.dropout_p) : 0.0f; }
+
+// Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
+bool is_read(const Call &x, int64_t batch, int64_t column) {
+  if (x.keep && !x.keep[batch * x.k_len + column]) return false;
+  if (!span_of(x, batch, 0, x.q_len - 1).contains(column)) return false;
+  for (int64_t row = 0; row < x.q_len; ++row) {
+    Query q = query_of(x, batch, 0, row);
+    if (!q.reach.contains(column)) continue;
+    if (x.q_segment && x.q_segment[batch * x.q_len + row] != x.k_segment[batch * x.k_len + column]) continue;
+    if (!x.mask && !x.layout) return true;
+    for (q.head = 0; q.head < x.q_heads; ++q.head) {
+      if (x.layout && !layout_at(x, q, column)) continue;
+      const int64_t *stride = x.mask_stride;
+      if (!x.mask || x.mask[batch * stride[0] + q.head * stride[1] + row * stride[2] + column * stride[3]]) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace

@@ -1,0 +1,56 @@
+"""The library's own CPU kernels (csrc/): float32 and bfloat16, forward and backward, O(T) memory.
+
+float16 runs as float32. They keep sums in float32, skip what the mask leaves empty, and give a row the same bits
+whatever stands beside it in the batch, on any number of threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.backends.call import AttentionCall
+from regard.backends.native import library
+from regard.backends.native.operands import operands_of, unfit
+from regard.backends.native.ops import attend
+
+__all__ = ["defer", "reject", "run"]
+
+
+def reject(call: AttentionCall) -> str | None:
+    """No library, another device, float64, function transforms; masks and biases too large to write out."""
+    if call.q.device.type != "cpu":
+        return f"it runs on the CPU, not on {call.q.device.type}"
+    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes float32, bfloat16 and float16, not {call.q.dtype}"
+    if call.transformed:
+        return "its kernels take no function transforms (vmap, jvp, jacrev)"
+    if call.under_derivatives:
+        return "its kernels have no forward-mode derivatives"
+    return library.REASON if library.REASON is not None else unfit(call)
+
+
+def defer(call: AttentionCall) -> str | None:
+    """Only where nothing but plain loops was built, or is allowed to run."""
+    if library.ISA == "portable":
+        return "only its portable loops can run here, which are slow (they do when asked for by name)"
+    return None
+
+
+def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse): out in float32 where gradients or a sink follow, else in q's dtype."""
+    q, k, v = call.q, call.k, call.v
+    wide, v_dim = call.wants_grad or call.sink is not None, v.shape[3]
+    if q.dtype == torch.float16:
+        q, k, v = (x.to(torch.float32) for x in (q, k, v))
+    if not q.shape[3]:  # the kernels want at least one channel
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
+    if not v_dim:
+        v = F.pad(v, (0, 1))
+    if q is not call.q or v is not call.v:
+        call = dataclasses.replace(call, q=q, k=k, v=v)
+    out, lse = attend(operands_of(call), wide)
+    return (out if v_dim else out[..., :0]), lse

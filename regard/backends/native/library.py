@@ -1,0 +1,103 @@
+"""The shared library of csrc/: finding it, loading it, and its two structs, whose meaning csrc/regard.h tells."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch  # before the library: its OpenMP symbols bind to the runtime that torch has loaded
+
+__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "REASON", "run"]
+
+NAME = "libregard.so.1"
+
+
+class Record:
+    """A C struct by lines of `type: names`, where ``name[n]`` is an array: packs its values, arrays entry by entry.
+
+    As `struct.Struct`, which takes a fifth of the time of a `ctypes.Structure`.
+    """
+
+    def __init__(self, fields: str) -> None:
+        codes = {"int64": "q", "int32": "i", "float": "f", "pointer": "P"}
+        self.names: list[str] = []
+        layout = "@"
+        for line in fields.strip().splitlines():
+            kind, names = line.split(":")
+            for name in names.split():
+                base, _, count = name.rstrip("]").partition("[")
+                self.names.append(base)
+                layout += count + codes[kind.strip()]
+        self._struct = struct.Struct(layout + "0q")  # ends where an int64 could follow, as C pads
+        self.size, self.pack = self._struct.size, self._struct.pack
+
+
+CALL = Record("""
+    int64: batch q_heads kv_heads q_len k_len k_dim v_dim
+    int32: dtype
+    float: scale softcap
+    pointer: q k v out lse
+    int32: out_f32
+    int64: q_stride[3] k_stride[3] v_stride[3] out_stride[3]
+    pointer: q_start
+    int64: low high
+    pointer: prefix k_length keep q_segment k_segment mask
+    int64: mask_stride[4]
+    pointer: layout
+    int64: layout_stride[4] layout_rows layout_cols
+    pointer: bias
+    int64: bias_stride[4]
+    pointer: relative
+    int64: relative_stride relative_zero relative_count
+    float: dropout_p
+    int64: dropout_seed
+""")
+GRAD = Record("""
+    pointer: d_out d_lse out d_q d_k d_v d_bias
+    int64: d_bias_stride[4]
+    pointer: d_relative
+""")
+
+
+def _find() -> Path | None:
+    named = os.environ.get("REGARD_LIBRARY")  # a build made apart, with sanitizers say
+    if named:
+        return Path(named)
+    folders = sys.modules[__name__.split(".")[0]].__path__  # an editable install has two: the sources' and its own
+    return next((path for folder in folders if (path := Path(folder) / NAME).exists()), None)
+
+
+def _load() -> tuple[Any, str | None]:
+    """(the library, None) or (None, why there is none)."""
+    path = _find()
+    if path is None:
+        return None, "the kernels were not built: the package holds no libregard.so.1 (installing needs a C++ compiler)"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"the kernels could not be loaded: {error}"
+    library.regard_isa.restype = ctypes.c_char_p
+    library.regard_error.restype = ctypes.c_char_p
+    library.regard_struct_size.restype = ctypes.c_int64
+    for which, record in enumerate((CALL, GRAD)):
+        if library.regard_struct_size(which) != record.size:
+            return None, f"the kernels in {path} were built from other sources: install the package again"
+    if library.regard_isa() is None:
+        return None, f"REGARD_ISA={os.environ.get('REGARD_ISA')!r} names no instruction set"
+    return library, None
+
+
+LIBRARY, REASON = _load()
+ISA: str | None = LIBRARY.regard_isa().decode() if LIBRARY is not None else None
+
+
+def run(name: str, *records: bytes) -> None:
+    """Call a kernel with torch's number of threads; raises RuntimeError with the library's words where it fails."""
+    torch.get_num_threads()  # gives a new thread its share: OpenMP's setting belongs to the calling thread
+    status = getattr(LIBRARY, name)(*records)
+    if status:
+        raise RuntimeError(f"{name}: {LIBRARY.regard_error(status).decode()}")

@@ -1,0 +1,197 @@
+"""The torch operators ``regard::attention_forward`` and ``regard::attention_backward``, and their gradients.
+
+Both take `Operands` one by one. In eager mode an `autograd.Function` calls them; in a compiled graph the registered
+formula does, which is the same two functions. Where the backward pass is itself recorded, it goes through the
+definition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.backends import reference
+from regard.backends.native import library
+from regard.backends.native.operands import TILE, Operands, definition
+
+__all__ = ["attend"]
+
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? relative, Tensor q_start, Tensor? prefix, Tensor? k_length, "
+    "Tensor? keep, Tensor? q_segment, Tensor? k_segment, Tensor? mask, Tensor? layout, Tensor? seed, "
+    "float scale, float softcap, SymInt low, SymInt high, SymInt relative_zero, float dropout_p"
+)
+TRAINED, TENSORS = 5, 14  # how many of the operands may want gradients (the first), and are tensors
+
+_library = torch.library.Library("regard", "FRAGMENT")
+_library.define(f"attention_forward({_SCHEMA}, bool wide) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, {_SCHEMA}, bool[] wanted)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def attend(operands: Operands, wide: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the kernels, recorded by autograd where gradients are wanted; `wide`: out in float32."""
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands.trained)
+    if torch.compiler.is_compiling():
+        out, lse = torch.ops.regard.attention_forward(*operands, wide or trained)
+    elif trained:
+        out, lse = _Attention.apply(*operands, True)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = _forward_here(*operands, wide)
+    return out, lse
+
+
+def _forward_here(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator, without torch's dispatcher (a third of a decode step's time) where nobody watches it."""
+    if torch._C._len_torch_dispatch_stack() or not all(type(x) in _PLAIN for x in arguments[:3]):
+        out, lse = torch.ops.regard.attention_forward(*arguments)
+        return out, lse
+    return _forward(*arguments)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+def _empty_out(q: Tensor, v: Tensor, wide: bool) -> Tensor:
+    """(B, Hq, Tq, Dv), laid out in memory as q is: heads inside tokens or tokens inside heads."""
+    batch, heads, length, _ = q.shape
+    dtype = torch.float32 if wide else q.dtype
+    if not wide and q.stride(1) < q.stride(2):
+        return q.new_empty(batch, length, heads, v.shape[3], dtype=dtype).transpose(1, 2)
+    return q.new_empty(batch, heads, length, v.shape[3], dtype=dtype)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    operands, wide = Operands(*arguments[:-1]), arguments[-1]
+    q, k, v = operands.q, operands.k, operands.v
+    out, lse = _empty_out(q, v, wide), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not lse.numel() or not k.shape[2]:
+        return out.zero_(), lse.fill_(-torch.inf)
+    record, alive = _record(operands, out, lse)
+    library.run("regard_attention_forward", record)
+    del alive
+    return out, lse
+
+
+def _backward(
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    operands, wanted = Operands(*arguments[:-1]), arguments[-1]
+    grads = _empty_grads(operands, wanted)
+    if not lse.numel() or not operands.k.shape[2]:
+        return tuple(grad.zero_() for grad in grads)
+    out = out.to(torch.float32).contiguous()
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(torch.float32).contiguous()
+    d_lse = None if d_lse is None else d_lse.to(torch.float32).contiguous()
+    record, alive = _record(operands, out, lse)
+    d_q, d_k, d_v, d_bias, d_relative = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    grad = library.GRAD.pack(
+        *(_address(x) for x in (d_out, d_lse, out, d_q, d_k, d_v)), *_broadcast(d_bias), _address(d_relative)
+    )
+    library.run("regard_attention_backward", record, grad)
+    del alive
+    return grads
+
+
+def _empty_grads(operands: Operands, wanted: list[bool]) -> tuple[Tensor, ...]:
+    """Where the kernels put gradients: float32, contiguous; empty where none is wanted."""
+    return tuple(
+        operands.q.new_empty(x.shape if want and x is not None else 0, dtype=torch.float32)
+        for x, want in zip(operands.trained, wanted, strict=True)
+    )
+
+
+def _record(operands: Operands, out: Tensor, lse: Tensor) -> tuple[bytes, list[Tensor]]:
+    """The struct of a call, and the tensors that its pointers need alive."""
+    one = operands
+    batch, q_heads, q_len, k_dim = one.q.shape
+    q, k, v = rows = [x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (one.q, one.k, one.v)]
+    vector = one.relative
+    record = library.CALL.pack(  # in the order of its fields
+        *(batch, q_heads, k.shape[1], q_len, k.shape[2], k_dim, v.shape[3]),
+        *(1 if q.dtype == torch.bfloat16 else 0, one.scale, one.softcap),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()),
+        *(out.dtype == torch.float32, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
+        *(one.q_start.data_ptr(), one.low, one.high, _address(one.prefix), _address(one.k_length), _address(one.keep)),
+        *(_address(one.q_segment), _address(one.k_segment), *_broadcast(one.mask)),
+        *(*_broadcast(one.layout), TILE, TILE, *_broadcast(one.bias)),
+        *(_address(vector), *((0, 0, 0) if vector is None else (vector.stride(0), one.relative_zero, vector.shape[1]))),
+        *(one.dropout_p, 0 if one.seed is None else int(one.seed)),
+    )
+    return record, rows
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _broadcast(x: Tensor | None) -> tuple[int, ...]:
+    """The address of a 4-D tensor and its strides, 0 along axes of one entry, which broadcast."""
+    if x is None:
+        return 0, 0, 0, 0, 0
+    return x.data_ptr(), *(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
+# ---- their gradients -------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:TENSORS], *output)
+    ctx.numbers = inputs[TENSORS:-1]
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    operands = Operands(*tensors, *ctx.numbers)
+    wanted = ctx.needs_input_grad[:TRAINED]
+    found: tuple[Tensor | None, ...]
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        grads = (out.new_zeros(out.shape) if d_out is None else d_out, d_lse)
+        found = reference.recorded_gradients(definition(operands), operands.trained, grads, wanted)
+    else:
+        found = torch.ops.regard.attention_backward(d_out, d_lse, out, lse, *operands, wanted)
+        triples = zip(found, operands.trained, wanted, strict=True)
+        found = tuple(g.to(x.dtype) if want and g is not None and x is not None else None for g, x, want in triples)
+    return *found, *(None,) * (len(operands) - TRAINED + 1)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _forward_here(*arguments)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_gradients)
+
+
+def _once(*_: Any) -> Any:
+    raise NotImplementedError(
+        "regard::attention_backward has no derivative: differentiate twice in eager mode, or with backend='reference'"
+    )
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = arguments[:3]
+    return _empty_out(q, v, arguments[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(
+    d_out: Tensor | None, d_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, ...]:
+    return _empty_grads(Operands(*arguments[:-1]), arguments[-1])
+
+
+_library.impl("attention_forward", _forward, "CPU")
+_library.impl("attention_backward", _backward, "CPU")
+torch.library.register_fake("regard::attention_forward", _fake_forward, lib=_library)
+torch.library.register_fake("regard::attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("regard::attention_forward", _gradients, setup_context=_setup, lib=_library)
+torch.library.register_autograd("regard::attention_backward", _once, lib=_library)

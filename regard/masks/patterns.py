@@ -152,7 +152,6 @@ class Edges(Mask):
             raise ValueError(
                 f"index: expected an integer tensor (2, E), row 0 sources, row 1 targets, got {describe(self.index)}"
             )
-
         if can_read(self.index) and self.index.numel() and int(self.index.min()) < 0:
             raise ValueError(f"index: expected slots from 0 on, got {int(self.index.min())}")
 

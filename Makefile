@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt CMakeLists.txt csrc/*; pwd; } | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow check bench docs clean
+.PHONY: demo test test-slow check check-native bench docs clean
 
 demo: $(STAMP)  ## a real language model continues a sentence
 	$(BIN)/regard generate "The capital of France is" --max-tokens 40 --temperature 0.5 --top-p 0.9 --seed 3
@@ -24,6 +24,13 @@ check: $(STAMP)  ## style, types, one-way imports, generated tables
 	$(BIN)/mypy
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/python tools/make_docs.py --check
+
+check-native: $(STAMP)  ## the kernels under address and undefined-behaviour sanitizers
+	$(PIP) cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DREGARD_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/sanitize
+	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native.py
 
 bench: $(STAMP)  ## ratios against other implementations, in one run
 	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$script"; $(BIN)/python $$script; done

@@ -187,13 +187,24 @@ REGARD_INLINE __m512i read_halves(const bf16 *from, long columns) {
   __mmask16 exist = columns >= kLanes ? 0xffff : (__mmask16)((1u << columns) - 1);
   return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(exist, from));
 }
+REGARD_INLINE __m512i low_order() {  // 0, 32, 1, 33, ... 15, 47
+  __m512i even = _mm512_cvtepu16_epi32(_mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(32)), 16));
+}
 template <>
 struct Rows<bf16, Bfloat16> {
   template <class Row>
   static void pack(word *to, long panel_stride, long rows, long columns, const Row &row) {
     for (long n = 0; n < rows; n += 2) {
       const bf16 *even = row(n), *odd = n + 1 < rows ? row(n + 1) : nullptr;
-      for (long c = 0; c < columns; c += kUnit) {
+      long c = 0;
+      for (; even && odd && c + 2 * kUnit <= columns; c += 2 * kUnit) {  // both halves of 32 columns at once
+        word *unit = to + c / kPanel * panel_stride + n / 2 * kPanel + c % kPanel;
+        __m512i a = _mm512_loadu_si512(even + c), b = _mm512_loadu_si512(odd + c);
+        store(unit, (vf)_mm512_permutex2var_epi16(a, low_order(), b));
+        store(unit + kUnit, (vf)_mm512_permutex2var_epi16(a, _mm512_add_epi16(low_order(), _mm512_set1_epi16(16)), b));
+      }
+      for (; c < columns; c += kUnit) {
         word *unit = to + c / kPanel * panel_stride + n / 2 * kPanel + c % kPanel;
         __m512i low = read_halves(even ? even + c : even, columns - c);
         __m512i high = read_halves(odd ? odd + c : odd, columns - c);

@@ -88,7 +88,7 @@ struct PairScores {
   // `k` is the panel of K^T, `first` the slot of its first column
   void compute(const Call &x, const Query *queries, const word *q, long q_row, const word *k, long words, int rows,
                int64_t first, int begin, int end) const {
-    product<Op, kZero>({q, q_row, 1, k + begin, kPairWidth, words, s + begin, kPairWidth, nullptr}, rows,
+    product<Op, kZero>({q, q_row, 1, k + begin, kPairWidth, words, s + begin, kPairWidth, nullptr, 0}, rows,
                        (end - begin) / kUnit);
     int count = end - begin;
     for (int r = 0; r < rows; ++r) {

@@ -57,9 +57,14 @@ struct Tile {
   REGARD_INLINE void write(float *p, long stride) const {
     each<R * V>(REGARD_EACH { store(p + i / V * stride + i % V * kLanes, c[i / V][i % V]); });
   }
-  REGARD_INLINE void multiply(const word *a, long a_row, long a_step, const word *b, long b_step, long words) {
+  // Where B is read from memory once, `fetch` asks for what lies `ahead` words behind it.
+  template <bool fetch = false>
+  REGARD_INLINE void multiply(const word *a, long a_row, long a_step, const word *b, long b_step, long words,
+                              long ahead = 0) {
     for (; words > 0; --words, a += a_step, b += b_step) {
       vf right[V], left;
+      if constexpr (fetch)
+        for (int i = 0; i < V * kLanes; i += 16) __builtin_prefetch(b + ahead + i, 0, 2);
       each<V>(REGARD_EACH { right[i] = load(b + i * kLanes); });
       each<R * V>(REGARD_EACH {
         if (i % V == 0) left = splat(a[i / V * a_row]);
@@ -69,7 +74,7 @@ struct Tile {
   }
 };
 
-enum Start { kZero, kScaled, kAdd };  // C = AB, C = diag(factor) C + AB, C += AB
+enum Start { kZero, kScaled, kAdd, kAddAhead };  // C = AB, C = diag(factor) C + AB, C += AB, the same with `fetch`
 
 struct Product {
   const word *a;
@@ -80,6 +85,7 @@ struct Product {
   float *c;
   long c_row;
   const float *factor;
+  long ahead;
 };
 
 template <class Op, int R, int V, Start start>
@@ -87,8 +93,8 @@ void product_tile(const Product &p) {
   Tile<Op, R, V> tile;
   if (start == kZero) tile.zero();
   if (start == kScaled) tile.read(p.c, p.c_row), tile.scale(p.factor);
-  if (start == kAdd) tile.read(p.c, p.c_row);
-  tile.multiply(p.a, p.a_row, p.a_step, p.b, p.b_step, p.words);
+  if (start == kAdd || start == kAddAhead) tile.read(p.c, p.c_row);
+  tile.template multiply<start == kAddAhead>(p.a, p.a_row, p.a_step, p.b, p.b_step, p.words, p.ahead);
   tile.write(p.c, p.c_row);
 }
 

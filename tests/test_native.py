@@ -346,6 +346,19 @@ def test_dropout_draws_the_reference_s_bits():
         assert (p == 1.0) == (not rows[0].any())
 
 
+def test_a_mask_used_in_inference_and_under_fake_tensors_can_be_trained_with():
+    q, k, v = (x.float() for x in inputs())
+    mask = Causal() & KeyPadding(torch.ones(BATCH, K) > 0)
+    with torch.inference_mode():
+        first = regard.attention(q, k, v, mask=mask, backend="native")
+    plain = Causal()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (q, k, v)]
+        assert regard.attention(*fake, mask=plain, backend="native").shape == first.shape
+    agrees(q.double(), k.double(), v.double(), mask=mask)
+    agrees(q.double(), k.double(), v.double(), mask=plain)
+
+
 # ---- derivatives, compilation ----------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The archives carry the package, its kernels where they could be built, and nothing of the tests or their data."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def build(kind: str, to: Path, source: Path = ROOT, **environment: str) -> Path:
+def build(kind: str, to: Path, source: Path = ROOT, objects: Path | None = None, **environment: str) -> Path:
     """The archive that the build backend makes of the sources; `kind` is sdist, wheel or pure_wheel."""
     settings = {"wheel.cmake": "false", "wheel.platlib": "false"} if kind == "pure_wheel" else {}
+    settings |= {} if objects is None else {"build-dir": str(objects)}
     code = f"from scikit_build_core import build; build.build_{kind.removeprefix('pure_')}({str(to)!r}, {settings!r})"
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=source, env=os.environ | environment, capture_output=True, text=True
@@ -76,7 +78,7 @@ def test_without_a_compiler_the_wheel_is_pure_and_says_why_it_has_no_kernels(tmp
 @pytest.mark.skipif(not (shutil.which("c++") and shutil.which("cmake")), reason="needs a compiler and cmake")
 def test_with_a_compiler_one_wheel_serves_every_python(tmp_path, clone):
     (tmp_path / "wheel").mkdir()
-    path = build("wheel", tmp_path / "wheel", clone)
+    path = build("wheel", tmp_path / "wheel", clone, tmp_path / "objects")
     assert "-py3-none-linux_" in path.name
     assert [name for name in zipfile.ZipFile(path).namelist() if ".so" in name] == ["regard/libregard.so.1"]
     zipfile.ZipFile(path).extract("regard/libregard.so.1", tmp_path)
@@ -88,3 +90,9 @@ def test_with_a_compiler_one_wheel_serves_every_python(tmp_path, clone):
     assert "gomp" not in table.replace("GOMP_", "").lower()  # OpenMP is never linked: torch's is used
     defined = [line.split()[-1] for line in table.splitlines() if " UND " not in line and " GLOBAL " in line]
     assert defined and all(name.startswith("regard_") for name in defined)
+    sets = list((tmp_path / "objects").rglob("isa_*.o"))
+    assert len(sets) > 1
+    for one in sets:  # a weak symbol of one instruction set could be linked into another's code
+        symbols = subprocess.run(["nm", one], capture_output=True, text=True).stdout
+        assert not re.findall(r" [WVu] \S+", symbols)
+        assert len(re.findall(r" T \S+", symbols)) == 2

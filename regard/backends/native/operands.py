@@ -246,11 +246,12 @@ def _is_prefixed(term: Or, by: int, found: _Terms) -> bool:
 def _read_mask(call: AttentionCall) -> _Reading:
     """What the kernels read of the mask; remembered on it for the sizes last seen, so that layers share one reading."""
     mask, frame = call.mask, call.frame
-    if mask is None or isinstance(frame.q_start, Tensor) or not all(map(can_read, tensors_of(mask))):
+    if mask is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return _new_reading(call)
-    if torch.compiler.is_compiling():
+    if isinstance(frame.q_start, Tensor) or not all(map(can_read, tensors_of(mask))):
         return _new_reading(call)
-    key = (frame.batch, frame.heads, frame.q_len, frame.k_len, frame.q_start)
+    # tensors made in inference mode cannot be saved for a backward pass
+    key = (*(frame.batch, frame.heads, frame.q_len, frame.k_len, frame.q_start), torch.is_inference_mode_enabled())
     known = mask._memo.get("native")
     if known is None or known[0] != key:
         known = mask._memo["native"] = (key, _new_reading(call))

@@ -185,6 +185,7 @@ def test_generate_stops_before_a_text_and_draws_the_same_again(capsys):
         (["--top-p", "2"], "--top-p"),
         (["--model", "tests/checkpoints/llama", "--backend", "fast"], "backend: expected one of"),
         (["--threads", "0"], "--threads"),
+        (["--threads", "100000"], "--threads must lie between 1 and"),
         (["--temperature", "warm"], "--temperature"),
     ],
 )

@@ -1,6 +1,8 @@
 """Damaged, hostile and unknown files: one clear error each, that names the file and what is accepted."""
 
 import json
+import os
+import resource
 import shutil
 import struct
 from pathlib import Path
@@ -215,6 +217,48 @@ def test_saving_leaves_nothing_half_written(folder, tmp_path, monkeypatch):
     model.save(folder)  # over the file that its own tensors may be mapped from
     assert torch.equal(load(folder).norm.weight, model.norm.weight)
     assert torch.equal(load(folder).head.weight, model.head.weight)
+
+
+def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
+    model = load(folder)
+    targets = tmp_path / "new" / "deep", tmp_path / "old"
+    targets[1].mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        for target in targets:
+            with pytest.raises(OSError, match=r"model\.safetensors: cannot be written"):
+                model.save(target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "new").exists()
+    assert list(targets[1].iterdir()) == []
+
+
+def test_what_fails_at_the_last_move_leaves_nothing_behind(folder, tmp_path, monkeypatch):
+    model, move, moved = load(folder), os.replace, []
+
+    def second_fails(*paths):
+        if moved:
+            raise OSError("no space left")
+        moved.append(paths)
+        move(*paths)
+
+    monkeypatch.setattr(os, "replace", second_fails)
+    with pytest.raises(OSError, match="no space"):
+        model.save(tmp_path / "new")
+    assert moved
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_save_left_is_removed(folder):
+    model = load(folder)
+    names = {p.name for p in folder.iterdir()}
+    for name in (".model.safetensors.123.tmp", ".tokenizer.json.4.tmp"):
+        (folder / name).write_text("left")
+    (folder / ".notes.tmp").write_text("not ours")
+    model.save(folder)
+    assert {p.name for p in folder.iterdir()} == names | {".notes.tmp"}
 
 
 def test_saving_a_model_of_no_known_layout(folder):

@@ -161,11 +161,12 @@ def test_an_empty_prompt(model, speaking):
 
 BAD = {
     "max_tokens": [0, -1, 2.5, True],
-    "temperature": [-0.1, float("nan"), float("inf"), True],
+    "temperature": [-0.1, float("nan"), float("inf"), True, "x", None],
     "top_k": [0, -3, 1.5],
-    "top_p": [0, 1.01, -1, float("nan")],
+    "top_p": [0, 1.01, -1, float("nan"), "x"],
     "seed": [-1, 1.5],
-    "stop": ["", ["a", ""], [3]],
+    "stop": ["", ["a", ""], [3], 5, b"x", None],
+    "end_ids": [5, ("a",), "a", b"a", [1.5], [True], torch.tensor([1])],
 }
 
 
@@ -174,6 +175,32 @@ def test_arguments_out_of_range_are_named(speaking, name, value):
     for run in (generate, stream):
         with pytest.raises(ValueError, match=f"^{name}="):
             run(speaking, "ab", **{"max_tokens": 2, name: value})
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, [1, "a"], [1.5], [None], b"x", [b"x"], {1: 2}, [[1], 2], [True]])
+def test_prompts_of_another_kind_are_named(speaking, prompts):
+    for run, name in ((generate, "prompts"), (stream, "prompt")):
+        with pytest.raises(TypeError, match=f"^{name}: a prompt .*accepted: a text, token ids or a tensor"):
+            run(speaking, prompts, max_tokens=1)
+
+
+def test_no_prompts(speaking):
+    with pytest.raises(ValueError, match="prompts is empty"):
+        generate(speaking, [], max_tokens=1)
+    assert generate(speaking, [[]], max_tokens=3)[0].ids == generate(speaking, [0], max_tokens=3)[0].ids
+    running = stream(speaking, [], max_tokens=3)  # one prompt, without tokens
+    assert "".join(running) == generate(speaking, [[]], max_tokens=3)[0].text
+
+
+def test_each_module_stays_in_its_own_mode(speaking):
+    speaking.train()
+    speaking.layers[0].eval()
+    before = [m.training for m in speaking.modules()]
+    generate(speaking, [5, 9], max_tokens=2)
+    assert [m.training for m in speaking.modules()] == before
+    for _ in stream(speaking, [5, 9], max_tokens=3):
+        break
+    assert [m.training for m in speaking.modules()] == before
 
 
 def test_prompts_that_cannot_be(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -63,6 +64,9 @@ def run(request: Request) -> None:
     from regard.models import load, stream
 
     if request.threads is not None:
+        most = most_threads()
+        if not 1 <= request.threads <= most:
+            raise ValueError(f"--threads must lie between 1 and {most} on this machine, got {request.threads}")
         torch.set_num_threads(request.threads)
     path = default_model() if request.model is None else request.model
     with use_backend(request.backend):
@@ -90,6 +94,11 @@ def run(request: Request) -> None:
     if request.report:
         capacity = pieces.statistics.prompt_tokens + request.max_tokens - 1
         _report(path, pieces.statistics, counts, full_cache_bytes(model, capacity), capacity)
+
+
+def most_threads() -> int:
+    """How many threads may be asked for: more than ever help, and few enough that every system can start them."""
+    return max(64, 4 * (os.cpu_count() or 1))
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from regard.models.tokenizer import Tokenizer
 __all__ = ["load", "save"]
 
 Progress = Callable[[int, int], None]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_NAMES = ", ".join(map(str, DTYPES))
 
 
 def load(
@@ -44,16 +46,18 @@ def load(
     Raises:
         FileNotFoundError: where there is no such file or folder.
         CheckpointError: for a damaged file, an unknown family or option, and for tensors that are missing, unused,
-            misshapen, or tied by the options but different in the file; the text lists them.
-        TypeError: for a ``dtype`` that is not floating.
+            misshapen, of numbers that no parameter has (integers, booleans, complex numbers, 8-bit floats),
+            or tied by the options but different in the file; the text lists them.
+        TypeError, ValueError: for an argument of a wrong kind, a ``dtype`` that is not one of float16, bfloat16,
+            float32, float64, and a ``device`` that torch does not know.
 
     >>> model = load("tests/checkpoints/llama")
     >>> model(torch.tensor([[1, 5, 9]])).shape
     torch.Size([1, 3, 97])
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype={dtype}; accepted: a floating dtype, or None for the checkpoint's own")
-    path = Path(path)
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype!r}; accepted: {_DTYPE_NAMES}, or None for the checkpoint's own")
+    path, device = _path("path", path), _device(device)
     if path.is_dir():
         return _load_folder(path, dtype, device, progress)
     if not path.is_file():
@@ -66,9 +70,22 @@ def load(
     return _fill(plan, origin, source, dtype or torch.float32, device, progress)
 
 
-def _load_folder(
-    folder: Path, dtype: torch.dtype | None, device: torch.device | str | None, progress: Progress | None
-) -> Model:
+def _path(name: str, path: object) -> Path:
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"{name}={path!r}; accepted: a path as text or pathlib.Path")
+    return Path(path)
+
+
+def _device(device: object) -> torch.device:
+    if isinstance(device, (str, torch.device)) or device is None:
+        try:
+            return torch.device(device or "cpu")
+        except RuntimeError as e:
+            raise ValueError(f"device={device!r}; accepted: a device that torch knows ({e})") from None
+    raise TypeError(f"device={device!r}; accepted: a torch.device, its name, or None for the CPU")
+
+
+def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> Model:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
     config = read_json(folder / "config.json")
@@ -90,7 +107,7 @@ def _load_folder(
         end_ids=_end_ids(config, extras.get("generation_config.json", {}), str(folder)),
         extras=extras,
     )
-    plan = layout.read(config, str(folder / "config.json"), source.has)
+    plan = layout.read(config, str(folder / "config.json"), source.has, source.shapes())
     return _fill(plan, origin, source, dtype or _stated_dtype(config, source), device, progress)
 
 
@@ -106,11 +123,12 @@ def _stated_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
     """The dtype that the options state; where they do not, that of the largest tensor."""
     stated = config.get("dtype", config.get("torch_dtype"))
     if stated is None:
-        shapes = source.shapes()
+        foreign = source.foreign()
+        shapes = {name: shape for name, shape in source.shapes().items() if name not in foreign}
         largest = max(shapes, key=lambda n: torch.Size(shapes[n]).numel(), default=None)
         return torch.float32 if largest is None else source.read(largest).dtype
-    dtype = getattr(torch, str(stated).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    dtype: torch.dtype | None = getattr(torch, str(stated).removeprefix("torch."), None)
+    if dtype is None or dtype not in DTYPES:
         raise CheckpointError(f"config.json: dtype={stated!r}; accepted: float32, bfloat16, float16 or float64")
     return dtype
 
@@ -133,12 +151,17 @@ class _Renamed:
                 raise CheckpointError(f"{self.where}: {name} and {self._names[own]} are two spellings of one tensor")
             self._names[own] = name
         self._shapes = {own: stored[name] for own, name in self._names.items()}
+        foreign = source.foreign()
+        self._foreign = {own: foreign[name] for own, name in self._names.items() if name in foreign}
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
+
+    def foreign(self) -> Mapping[str, str]:
+        return self._foreign
 
     def read(self, name: str) -> Tensor:
         return self._source.read(self._names[name])
@@ -154,7 +177,7 @@ def _fill(
     origin: Origin,
     source: Source,
     dtype: torch.dtype,
-    device: torch.device | str | None,
+    device: torch.device,
     progress: Progress | None,
 ) -> Model:
     """Builds the model without memory, checks every name and shape, then puts the file's tensors in their places."""
@@ -165,7 +188,7 @@ def _fill(
     for done, row in enumerate(plan.rows):
         tensor = source.read(names.get(row.stored, row.stored))
         for own, part in zip(row.own, row.reshape.split(tensor), strict=True):
-            placed = part.to(device=device or "cpu", dtype=dtype)
+            placed = part.to(device=device, dtype=dtype)
             mapped = source.mapped and placed.data_ptr() == part.data_ptr()
             _place(model, own, placed if mapped else _laid_out(placed))
         if progress is not None:
@@ -207,10 +230,12 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     shapes = [
         text for row in plan.rows for text in _misshapen(row, stored.get(names.get(row.stored, row.stored)), targets)
     ]
+    read = wanted | set(tied)
+    foreign = [f"{name} is {kind}" for name, kind in sorted(source.foreign().items()) if name in read]
     different = [
         f"{first} and {other}"
         for first, other in itertools.pairwise(tied)
-        if stored[first] != stored[other] or not torch.equal(source.read(first), source.read(other))
+        if not foreign and (stored[first] != stored[other] or not torch.equal(source.read(first), source.read(other)))
     ]
     problems = [
         f"{kind}: {_listed(keys)}"
@@ -218,6 +243,7 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
             ("missing tensors", missing),
             ("unused tensors", unused),
             ("tensors of another shape", shapes),
+            (f"tensors of numbers that no parameter has (accepted: {_DTYPE_NAMES})", foreign),
             ("tied by the options (tie_word_embeddings) but different in the file", different),
         )
         if keys
@@ -257,20 +283,23 @@ def save(model: Model, folder: str | Path) -> None:
     files.
 
     Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its family's
-    layout, dequantised. Files are written beside their places and moved there when all are complete.
+    layout, dequantised. Files are written beside their places and moved there when all are complete; where that fails,
+    the folder is as it was before, and one that did not exist is gone. One process at a time may write into a folder.
 
     Raises:
         CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not fit
         it.
         ValueError: where ``folder`` is a file.
+        OSError: where the files cannot be written, on a full disk for one.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if model.origin is None:
         raise CheckpointError(
             "the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model"
         )
-    origin, folder = model.origin, Path(folder)
+    origin, folder = model.origin, _path("folder", folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={str(folder)!r} is a file; accepted: a folder, existing or not")
     layout = origin.layout
@@ -290,10 +319,12 @@ def save(model: Model, folder: str | Path) -> None:
         for row in plan.rows
     }
     texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
-    folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as place:
         copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}
-        save_file(copies, str(place("model.safetensors")), metadata={"format": "pt"})
+        try:
+            save_file(copies, str(place("model.safetensors")), metadata={"format": "pt"})
+        except SafetensorError as e:
+            raise OSError(f"{folder / 'model.safetensors'}: cannot be written ({e})") from e
         for name, value in texts.items():
             place(name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if isinstance(origin.tokenizer, Tokenizer):

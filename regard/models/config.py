@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from regard.errors import CheckpointError
 
-__all__ = ["Config"]
+__all__ = ["Config", "naming"]
 
 # Options that describe the file, its training or its use, never what a forward pass in evaluation computes.
 INERT = frozenset(
@@ -77,6 +79,28 @@ INERT = frozenset(
 )
 
 
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Turns whatever unfit options raise inside into a :class:`CheckpointError` that names their file.
+
+    A net under the checks of single options: values that are fine one by one may not fit together, or not fit a tensor.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as e:
+        said = " ".join(str(e).split())
+        raise CheckpointError(f"{source}: its options cannot be used ({type(e).__name__}: {said})") from e
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value of an option is a finite number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max
+
+
 class Config:
     """The options of one checkpoint, as a layout reads them.
 
@@ -84,7 +108,8 @@ class Config:
     be without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the
     result is never passed over in silence.
 
-    ``synonyms`` maps the family's other spellings to the name that the layout asks for.
+    ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts by what
+    the file's tensors can fill, so that no loop runs, and no table is formed, for a number that only a file made up.
 
     >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
     >>> c.count("num_attention_heads", 8)
@@ -95,8 +120,15 @@ class Config:
     regard.errors.CheckpointError: config.json: unknown option shear=2.0; this layout does not know what it changes
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str, synonyms: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        synonyms: Mapping[str, str] | None = None,
+        most: Mapping[str, int] | None = None,
+    ) -> None:
         self.source = source
+        self.most = most or {}
         self.values: dict[str, Any] = {}
         self._read: set[str] = set()
         for name, value in values.items():
@@ -119,13 +151,22 @@ class Config:
         value = self._or_default(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, value, "a positive integer")
+        if value > self.most.get(name, value):
+            raise self.error(name, value, f"at most {self.most[name]}, which is all that the file's tensors can fill")
         return value
 
-    def number(self, name: str, default: float) -> float:
-        """A finite number; ``null`` counts as absent."""
+    def number(self, name: str, default: float, *, least: float = -math.inf) -> float:
+        """A finite number of at least ``least``; ``null`` counts as absent."""
         value = self._or_default(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.error(name, value, "a finite number")
+        if not _is_finite(value) or value < least:
+            raise self.error(name, value, "a finite number" + ("" if least == -math.inf else f" of {least:g} or more"))
+        return float(value)
+
+    def amount(self, name: str, default: float) -> float:
+        """A finite number above 0; ``null`` counts as absent."""
+        value = self._or_default(name, default)
+        if not _is_finite(value) or value <= 0:
+            raise self.error(name, value, "a positive number")
         return float(value)
 
     def positive(self, name: str, default: float | None) -> float | None:
@@ -133,7 +174,7 @@ class Config:
         value = self.get(name, default)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if not _is_finite(value) or value <= 0:
             raise self.error(name, value, "a positive number, or null for none")
         return float(value)
 
@@ -163,6 +204,13 @@ class Config:
         value = self.get(name, accepted[0])
         if value not in accepted:
             raise self.error(name, value, " or ".join(repr(a) for a in accepted) + (f" ({why})" if why else ""))
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A copy of an object of further options; ``null`` or absent is empty."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, value, "an object of options, or null")
+        return dict(value or {})
 
     def close(self, inert: Iterable[str] = ()) -> None:
         """Refuses the options that nobody has read."""

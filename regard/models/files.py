@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from regard.errors import CheckpointError
 
 __all__ = ["Source", "SafetensorsSource", "read_json", "replacing"]
 
+FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+"""The kinds of numbers, as safetensors spells them, that a parameter may have."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -26,6 +29,10 @@ class Source(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor's shape, without reading the tensors."""
+        ...
+
+    def foreign(self) -> Mapping[str, str]:
+        """The tensors whose numbers are of a kind that no parameter has, each with that kind's name."""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -113,6 +120,10 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(self._open_files[s].get_slice(name).get_shape()) for name, s in self._shard.items()}
 
+    def foreign(self) -> Mapping[str, str]:
+        kinds = {name: str(self._open_files[s].get_slice(name).get_dtype()) for name, s in self._shard.items()}
+        return {name: kind for name, kind in kinds.items() if kind not in FLOATING}
+
     def read(self, name: str) -> Tensor:
         from safetensors import SafetensorError
 
@@ -123,9 +134,15 @@ class SafetensorsSource:
         return tensor
 
 
+_TEMPORARY = re.compile(r"\..+\.(json|safetensors)\.\d+\.tmp")
+
+
 @contextmanager
 def replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
     """Files written beside their places and moved there together at the end; nothing remains of a failed attempt.
+
+    The folder is made where there is none, and removed again if the attempt fails. What an attempt that was killed left
+    behind is removed first, so one process at a time writes into a folder.
 
     Gives a function from a file's name to the path to write.
     """
@@ -136,10 +153,22 @@ def replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
         written[temporary] = folder / name
         return temporary
 
+    made = [p for p in (folder, *folder.parents) if not p.exists()]  # the innermost first
+    done = False
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         yield place
         for temporary, final in written.items():
             os.replace(temporary, final)
+        done = True
     finally:
-        for temporary in written:
+        for temporary, final in written.items():
             temporary.unlink(missing_ok=True)
+            if made and not done:
+                final.unlink(missing_ok=True)
+        for path in [] if done else made:
+            with suppress(OSError):  # never made, or somebody else has put something there
+                path.rmdir()

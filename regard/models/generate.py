@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -150,14 +150,15 @@ def generate(
     Raises:
         ValueError, TypeError: for an empty prompt where the tokenizer has no token that begins a text, for texts or
         ``stop``
-            without a tokenizer, and for an argument out of its range.
+            without a tokenizer, for no prompts, and for an argument of another kind or out of its range.
 
     >>> from regard.models import load
     >>> model = load("tests/checkpoints/llama")
     >>> len(generate(model, [[5, 9, 11], [7]], max_tokens=4, end_ids=())[1].ids)
     4
     """
-    run = _Run(model, _token_rows(model, prompts), max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids)
+    rows = _token_rows(model, prompts, "prompts")
+    run = _Run(model, rows, max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids)
     for _ in run:
         pass
     texts = [None if row.stream is None else row.text for row in run.rows]
@@ -186,7 +187,8 @@ def stream(
     Raises:
         ValueError, TypeError: as :func:`generate`, at once; and for a model without a tokenizer.
     """
-    rows = _token_rows(model, prompt)
+    empty = isinstance(prompt, Sequence) and not len(prompt)  # one prompt without tokens, rather than no prompts
+    rows = _token_rows(model, [prompt] if empty else prompt, "prompt")
     if len(rows) != 1:
         raise ValueError(f"prompt holds {len(rows)} texts; accepted: one")
     model.tokenizer  # noqa: B018  raises where there is none
@@ -198,19 +200,13 @@ class Stream:
 
     def __init__(self, run: _Run) -> None:
         self._run = run
-        self._pieces = self._iterate()
+        self._pieces = _pieces(run)  # which does not know the stream: a stream that is dropped ends its run at once
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         return next(self._pieces)
-
-    def _iterate(self) -> Iterator[str]:
-        (row,) = self._run.rows
-        for _ in self._run:
-            if piece := row.ready():
-                yield piece
 
     @property
     def statistics(self) -> Statistics:
@@ -226,6 +222,13 @@ class Stream:
     def finish(self) -> Finish | None:
         """Why the text ended; ``None`` before that."""
         return self._run.rows[0].finish
+
+
+def _pieces(run: _Run) -> Iterator[str]:
+    (row,) = run.rows
+    for _ in run:
+        if piece := row.ready():
+            yield piece
 
 
 @dataclass
@@ -244,10 +247,14 @@ class _Run:
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r}; accepted: a positive integer")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = _items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "texts that are not empty")
         if any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop={self.stop!r}; accepted: texts that are not empty")
-        ends = _Ends(frozenset(self.model.end_ids if self.end_ids is None else self.end_ids), stops)
+        accepted = "token ids, or None for the checkpoint's"
+        ids = self.model.end_ids if self.end_ids is None else _items("end_ids", self.end_ids, accepted)
+        if isinstance(self.end_ids, (str, bytes)) or not all(map(_is_id, ids)):
+            raise ValueError(f"end_ids={self.end_ids!r}; accepted: {accepted}")
+        ends = _Ends(frozenset(ids), stops)
         origin = self.model.origin
         with_text = origin is not None and not isinstance(origin.tokenizer, str)
         if stops:
@@ -256,12 +263,13 @@ class _Run:
         self.statistics = Statistics(prompt_tokens=sum(map(len, self.prompts)))
 
     def __iter__(self) -> Iterator[None]:
-        was_training = self.model.training
+        was_training = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             yield from self._steps()
         finally:
-            self.model.train(was_training)
+            for module, training in was_training:
+                module.training = training
 
     def _steps(self) -> Iterator[None]:
         device = self.model.embedding.tokens.weight.device
@@ -304,36 +312,58 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Ten
     return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
 
 
-def _token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-    """The ids of each prompt."""
+def _items(name: str, value: object, accepted: str) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name}={value!r}; accepted: {accepted}")
+    return tuple(value)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value is a sequence of items, rather than a text or bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def _token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt], name: str) -> list[list[int]]:
+    """The ids of each prompt; ``name`` is the argument's, for errors."""
     if not isinstance(model, Decoder):
         raise TypeError(f"model is a {type(model).__name__}; accepted: a Decoder")
-    if isinstance(prompts, Tensor) and prompts.dim() == 2:
-        many: list[Prompt] = list(prompts)
-    elif isinstance(prompts, (str, Tensor)) or all(isinstance(p, int) for p in prompts):
-        many = [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, Tensor):
+        many: list[Prompt] = list(prompts) if prompts.dim() == 2 else [prompts]
+    elif _is_list(prompts) and any(isinstance(p, (str, Tensor)) or _is_list(p) for p in prompts):
+        many = list(prompts)
     else:
-        many = list(prompts)  # type: ignore[arg-type]
+        many = [prompts] if not _is_list(prompts) or len(prompts) else []  # type: ignore[list-item]
     if not many:
-        raise ValueError("prompts is empty; accepted: at least one prompt")
-    return [_token_row(model, p) for p in many]
+        raise ValueError(f"{name} is empty; accepted: at least one prompt")
+    return [_token_row(model, p, name) for p in many]
 
 
-def _token_row(model: Decoder, prompt: Prompt) -> list[int]:
+def _token_row(model: Decoder, prompt: Prompt, name: str) -> list[int]:
     if isinstance(prompt, Tensor):
-        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
             raise ValueError(
-                f"a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)"
+                f"{name}: a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)"
             )
         ids = [int(i) for i in prompt.tolist()]
     elif isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
-    else:
+    elif _is_list(prompt):
         ids = list(prompt)
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-            raise TypeError("a prompt holds something else than integers; accepted: a text, token ids or a tensor")
+        if odd := [i for i in ids if not _is_id(i)]:
+            raise TypeError(
+                f"{name}: a prompt holds something else than integers, {odd[0]!r}; "
+                "accepted: a text, token ids or a tensor"
+            )
+    else:
+        raise TypeError(f"{name}: a prompt is {prompt!r}; accepted: a text, token ids or a tensor")
     if ids:
         return ids
     if model.origin is not None and not isinstance(model.origin.tokenizer, str) and model.tokenizer.bos_id is not None:
         return [model.tokenizer.bos_id]
-    raise ValueError("a prompt is empty and no token that begins a text is known; accepted: at least one token")
+    raise ValueError(
+        f"{name}: a prompt is empty and no token that begins a text is known; accepted: at least one token"
+    )

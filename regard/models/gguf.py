@@ -7,6 +7,7 @@ tensors, then their aligned data. https://github.com/ggml-org/ggml/blob/master/d
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from regard.errors import CheckpointError
-from regard.models.config import Config
+from regard.models.config import Config, naming
 from regard.models.layouts import LAYOUTS, Plan
+from regard.models.layouts.base import bounds
 from regard.models.model import Origin
 from regard.models.tables import RotaryPermuted, Row, expand, same
 from regard.models.tokenizer import Tokenizer
@@ -140,7 +142,7 @@ class GGUFSource:
             raise CheckpointError(
                 f"{self.where}: {name} of shape {shape} does not divide into {kind.name} blocks of {block}"
             )
-        nbytes = torch.Size(shape).numel() // block * size
+        nbytes = math.prod(shape) // block * size
         if start + nbytes > len(self._data):
             raise CheckpointError(
                 f"{self.where}: ends too early: {name} needs {start + nbytes} of {len(self._data)} bytes"
@@ -152,6 +154,10 @@ class GGUFSource:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: info.shape for name, info in self._infos.items()}
+
+    def foreign(self) -> Mapping[str, str]:
+        whole = ("I8", "I16", "I32", "I64")
+        return {name: info.kind.name for name, info in self._infos.items() if info.kind.name in whole}
 
     def read(self, name: str) -> Tensor:
         from gguf import quants
@@ -174,14 +180,18 @@ def read_gguf(path: Path) -> tuple[GGUFSource, Origin, Plan]:
         CheckpointError: for another architecture, an option that is not known, and all that :class:`GGUFSource`
         refuses.
     """
-    source = GGUFSource(path)
+    with naming(str(path)):
+        return _read(GGUFSource(path), path)
+
+
+def _read(source: GGUFSource, path: Path) -> tuple[GGUFSource, Origin, Plan]:
     metadata = source.metadata
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(f"{path}: general.architecture={architecture!r}; accepted: llama")
     layout = LAYOUTS["llama"]
     config = _config(source, architecture)
-    plan = layout.read(config, str(path), source.has)
+    plan = layout.read(config, str(path), source.has, source.shapes())
     tied = ("token_embd.weight", "output.weight") if config["tie_word_embeddings"] else ()
     plan = dataclasses.replace(plan, rows=_rows(config), tied=tied)
     tokenizer = Tokenizer.from_gguf(metadata)
@@ -200,7 +210,9 @@ def _config(source: GGUFSource, architecture: str) -> dict[str, Any]:
     own = {
         k.removeprefix(f"{architecture}."): v for k, v in source.metadata.items() if k.startswith(f"{architecture}.")
     }
-    c = Config(own, f"{source.where}: metadata {architecture}.*")
+    limits = bounds(source.shapes())
+    most = {"block_count": limits["num_hidden_layers"], "attention.head_count": limits["num_attention_heads"]}
+    c = Config(own, f"{source.where}: metadata {architecture}.*", most=most)
     tokens = source.metadata.get("tokenizer.ggml.tokens")
     heads = c.count("attention.head_count", 0)
     dim = c.count("embedding_length", 0)
@@ -209,7 +221,7 @@ def _config(source: GGUFSource, architecture: str) -> dict[str, Any]:
     c.only("rope.dimension_count", (None, head_dim), "rotation of whole heads")
     c.only("expert_count", (None, 0), "a dense model")
     kind = c.get("rope.scaling.type")
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.number("rope.freq_base", 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": c.amount("rope.freq_base", 10000.0)}
     if kind not in (None, "none"):
         rope |= {"rope_type": kind, "factor": c.positive("rope.scaling.factor", None)}
         rope |= {"original_max_position_embeddings": c.get("rope.scaling.original_context_length")}
@@ -224,7 +236,7 @@ def _config(source: GGUFSource, architecture: str) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": c.count("context_length", 0),
-        "rms_norm_eps": c.number("attention.layer_norm_rms_epsilon", 0.0),
+        "rms_norm_eps": c.amount("attention.layer_norm_rms_epsilon", 0.0),
         "rope_parameters": rope,
         "attention_bias": source.has("blk.0.attn_q.bias"),
         "mlp_bias": source.has("blk.0.ffn_gate.bias"),
@@ -232,9 +244,18 @@ def _config(source: GGUFSource, architecture: str) -> dict[str, Any]:
     }
     for name in ("bos", "eos", "padding"):
         key = {"padding": "pad"}.get(name, name)
-        config[f"{key}_token_id"] = source.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config[f"{key}_token_id"] = _token_id(source, f"tokenizer.ggml.{name}_token_id", tokens)
     c.close({"rope.scaling.finetuned"})
     return config
+
+
+def _token_id(source: GGUFSource, key: str, tokens: object) -> int | None:
+    """The token that the metadata name, which has to be one of the file's."""
+    value = source.metadata.get(key)
+    known = len(tokens) if isinstance(tokens, list) else math.inf
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < known):
+        raise CheckpointError(f"{source.where}: {key}={value!r}; accepted: a token id below {known}, or none")
+    return value
 
 
 def _rows(config: Mapping[str, Any]) -> list[Row]:

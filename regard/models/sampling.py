@@ -33,20 +33,24 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}; accepted: 0 (greedy) or a positive number")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}; accepted: 0 (greedy) or a positive number")
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
         ):
             raise ValueError(f"top_k={self.top_k!r}; accepted: a positive integer, or None for all")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}; accepted: above 0 and at most 1, or None for all")
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r}; accepted: above 0 and at most 1, or None for all")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed={self.seed!r}; accepted: an integer of 0 or more, or None")
 
     def chooser(self, rows: int) -> Chooser:
         """The drawing of one generation of ``rows`` texts."""
         return Chooser(self, rows)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Chooser:

@@ -68,6 +68,7 @@ def decoder(family: Decoder, case: Case, peer: Peer, wanted: frozenset[str]) -> 
         partial=family.partial,
     )
     scalar = config.get("query_pre_attn_scalar")
+    window = config["sliding_window"] if case.config.get("sliding_mask") else None
     layer, state = build(
         state,
         int(config["hidden_size"]),
@@ -81,7 +82,7 @@ def decoder(family: Decoder, case: Case, peer: Peer, wanted: frozenset[str]) -> 
             softcap=config.get("attn_logit_softcapping"),
             sink="sink" in state,
         ),
-        mask=Window(int(config["sliding_window"])) if case.config.get("sliding_mask") else Causal(),
+        mask=Causal() if window is None else Window(int(window)),
         rotary=rotary,
     )
     found = run(case, wanted, layer, state, x, keep=keep_of(case, peer), positions=positions)

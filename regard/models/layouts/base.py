@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from regard.models.config import Config
+from regard.models.config import Config, naming
 from regard.models.model import Model
 from regard.models.tables import Ignored, Row
 
@@ -56,13 +57,39 @@ class Layout:
     synonyms: Mapping[str, str] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
 
-    def read(self, config: Mapping[str, Any], source: str, has: Callable[[str], bool]) -> Plan:
+    def read(
+        self,
+        config: Mapping[str, Any],
+        source: str,
+        has: Callable[[str], bool],
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> Plan:
         """The plan of one checkpoint; every option is understood or refused.
 
+        Args:
+            source: the file that holds the options, as errors name it.
+            shapes: of the tensors that there are; they bound the counts that the options may state. ``None``: no bound.
+
         Raises:
-            CheckpointError: naming an option that is unknown, or whose value is not supported.
+            CheckpointError: naming an option that is unknown, or whose value is not supported; also from the plan's
+                ``make``, where options do not fit together.
         """
-        options = Config(config, source, self.synonyms)
-        plan = self.plan(options, has)
-        options.close(self.inert)
-        return plan
+        with naming(source):
+            options = Config(config, source, self.synonyms, None if shapes is None else bounds(shapes))
+            plan = self.plan(options, has)
+            options.close(self.inert)
+        return replace(plan, make=partial(_made, plan.make, source))
+
+
+def bounds(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """The most that counts may be for these tensors: a layer has at least one, and no part is wider than the widest."""
+    widest = max((n for shape in shapes.values() for n in shape), default=0)
+    return {
+        "num_hidden_layers": len(shapes),
+        **dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), widest),
+    }
+
+
+def _made(make: Callable[[], Model], source: str) -> Model:
+    with naming(source):
+        return make()

@@ -73,7 +73,7 @@ def _bert(c: Config, has: Callable[[str], bool]) -> Plan:
         heads=heads,
         hidden=c.count("intermediate_size", 3072),
         act=c.name("hidden_act", "gelu", ACTIVATIONS),
-        eps=c.number("layer_norm_eps", 1e-12),
+        eps=c.number("layer_norm_eps", 1e-12, least=0.0),
         places=c.count("max_position_embeddings", 512),
         types=c.count("type_vocab_size", 2),
         scores=Scores(dropout=c.dropout("attention_probs_dropout_prob", 0.1)),

@@ -63,13 +63,15 @@ def _bloom(c: Config, has: Callable[[str], bool]) -> Plan:
     layers, heads = c.count("num_hidden_layers", 2), c.count("num_attention_heads", 8)
     if dim % heads:
         raise c.error("num_attention_heads", heads, f"a divisor of hidden_size={dim}")
+    if c.flag("slow_but_exact", False) and c.count("pretraining_tp", 1) > 1:
+        raise c.error("slow_but_exact", True, "false: with pretraining_tp above 1 it leaves out biases")
     tied = c.flag("tie_word_embeddings", True)
     parts = _Parts(
         vocab=vocab,
         dim=dim,
         layers=layers,
         heads=heads,
-        eps=c.number("layer_norm_epsilon", 1e-5),
+        eps=c.number("layer_norm_epsilon", 1e-5, least=0.0),
         bias=Alibi(heads),
         scores=Scores(dropout=c.dropout("attention_dropout")),
         dropout=c.dropout("hidden_dropout"),
@@ -111,7 +113,6 @@ BLOOM = Layout(
             "seq_length",
             "skip_bias_add",
             "skip_bias_add_qkv",
-            "slow_but_exact",
         }
     ),
 )

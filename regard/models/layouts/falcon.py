@@ -153,7 +153,7 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
         kv_heads=kv_heads,
         hidden=c.count("ffn_hidden_size", 4 * dim),
         act=c.name("activation", "gelu", ACTIVATIONS),
-        eps=c.number("layer_norm_epsilon", 1e-5),
+        eps=c.number("layer_norm_epsilon", 1e-5, least=0.0),
         linear_bias=bias,
         # attention_dropout acts on the weights with ALiBi only, and behind the attention of sequential blocks
         scores=Scores(dropout=dropout if alibi else 0.0),

@@ -82,7 +82,7 @@ def _gemma2(c: Config, has: Callable[[str], bool]) -> Plan:
     c.only("sliding_window_size", (None, window), "the same as sliding_window")
     c.only("sliding_window_pattern", (None, 2), "layer_types says it otherwise")
     scores = Scores(
-        scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=c.amount("query_pre_attn_scalar", 256.0) ** -0.5,
         softcap=c.positive("attn_logit_softcapping", 50.0),
         dropout=c.dropout("attention_dropout"),
     )
@@ -90,7 +90,7 @@ def _gemma2(c: Config, has: Callable[[str], bool]) -> Plan:
         shape=s,
         hidden=c.count("intermediate_size", 9216),
         act=c.name("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
-        eps=c.number("rms_norm_eps", 1e-6),
+        eps=c.number("rms_norm_eps", 1e-6, least=0.0),
         projections=Projections(bias=bias),
         scores=scores,
         rotary=rotary_from_config(c, s.head_dim),

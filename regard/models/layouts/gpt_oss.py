@@ -93,16 +93,19 @@ def _gpt_oss(c: Config, has: Callable[[str], bool]) -> Plan:
     masks = layer_windows(c, s.layers, window, lambda i: "full_attention" if i % 2 else "sliding_attention")
     if c.get("rope_parameters") is None and c.get("rope_scaling") is None:
         c.values["rope_parameters"] = dict(YARN)
+    experts, chosen = c.count("num_local_experts", 128), c.count("num_experts_per_tok", 4)
+    if chosen > experts:
+        raise c.error("num_experts_per_tok", chosen, f"at most num_local_experts={experts}")
     parts = _Parts(
         shape=s,
         hidden=c.count("intermediate_size", 2880),
-        experts=c.count("num_local_experts", 128),
-        chosen=c.count("num_experts_per_tok", 4),
-        eps=c.number("rms_norm_eps", 1e-5),
+        experts=experts,
+        chosen=chosen,
+        eps=c.number("rms_norm_eps", 1e-5, least=0.0),
         projections=Projections(bias=bias),
         scores=Scores(sink=True, dropout=c.dropout("attention_dropout")),
         rotary=rotary_from_config(c, s.head_dim, base=150000.0),
-        gate=ClampedSwiGLU(c.number("swiglu_alpha", 1.702), c.number("swiglu_limit", 7.0)),
+        gate=ClampedSwiGLU(c.number("swiglu_alpha", 1.702), c.amount("swiglu_limit", 7.0)),
     )
     mlp = {f"model.layers.{{i}}.mlp.router.{k}": f"layers.{{i}}.ff.router.{k}" for k in ("weight", "bias")}
     for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):

@@ -64,15 +64,16 @@ def read_shape(
 
 def layer_windows(c: Config, layers: int, window: int | None, default: Callable[[int], str]) -> list[Mask]:
     """One mask a layer from ``layer_types``; ``sliding_attention`` sees the ``window`` latest tokens, itself too."""
-    types = c.get("layer_types") or [default(i) for i in range(layers)]
-    if len(types) != layers:
+    types = c.get("layer_types")
+    types = [default(i) for i in range(layers)] if types is None else types
+    if not isinstance(types, list) or len(types) != layers:
         raise c.error("layer_types", types, f"a list of num_hidden_layers={layers} entries")
     masks: dict[str, Mask] = {
         "full_attention": Causal(),
         "sliding_attention": Causal() if window is None else Window(window),
     }
     for name in types:
-        if name not in masks:
+        if not isinstance(name, str) or name not in masks:
             raise c.error("layer_types", name, " or ".join(masks))
     return [masks[name] for name in types]
 
@@ -159,7 +160,7 @@ def _plan(c: Config, s: Shape, hidden: int, mask: Mask, *, attention_bias: bool,
         shape=s,
         hidden=hidden,
         act=c.name("hidden_act", "silu", ACTIVATIONS),
-        eps=c.number("rms_norm_eps", 1e-6),
+        eps=c.number("rms_norm_eps", 1e-6, least=0.0),
         projections=Projections(bias=attention_bias),
         mlp_bias=mlp_bias,
         scores=Scores(dropout=c.dropout("attention_dropout")),

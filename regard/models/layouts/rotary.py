@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.errors import CheckpointError
-from regard.models.config import Config
+from regard.models.config import Config, naming
 from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 __all__ = ["RotaryWithinContext", "rotary_from_config"]
@@ -50,11 +50,11 @@ def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, parti
     Raises:
         CheckpointError: naming a kind of scaling, or an option of it, that is not known.
     """
-    raw: dict[str, Any] = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
-    c.get("rope_parameters")
+    older, newer = c.table("rope_scaling"), c.table("rope_parameters")
+    raw = older or newer
     where = f"{c.source}: rope_parameters"
-    raw.setdefault("rope_theta", c.number("rope_theta", base))
-    raw.setdefault("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
+    raw.setdefault("rope_theta", c.amount("rope_theta", base))
+    raw.setdefault("partial_rotary_factor", c.amount("partial_rotary_factor", 1.0))
     old = raw.pop("type", "default")
     kind = raw.pop("rope_type", old)
     if kind in ("llama3", "yarn"):
@@ -63,17 +63,26 @@ def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, parti
         if outer is not None:
             raw["original_max_position_embeddings"] = outer
     options = Config({k: v for k, v in raw.items() if v is not None}, where)
-    fraction = options.number("partial_rotary_factor", 1.0)
+    fraction = options.amount("partial_rotary_factor", 1.0)
     if fraction != 1.0 and not partial:
         raise options.error("partial_rotary_factor", fraction, "1.0: this family rotates whole heads")
+    if fraction > 1.0:
+        raise options.error("partial_rotary_factor", fraction, "a number above 0 and at most 1")
     theta = options.number("rope_theta", base)
+    if theta <= 1.0:
+        raise options.error("rope_theta", theta, "a number above 1")
     factor = options.positive("factor", None)
     width = int(head_dim * fraction)
+    if width < 2 or width % 2:
+        share = "" if fraction == 1.0 else f" after partial_rotary_factor={fraction}"
+        raise c.error("head_dim", head_dim, f"a size of which an even number of channels rotates{share}, not {width}")
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
     if kind == "dynamic":
         _needed(options, "factor", factor)
         options.close()
-        return RotaryWithinContext(width, base=theta, max_positions=c.count("max_position_embeddings", 0))
+        return _checked(
+            RotaryWithinContext(width, base=theta, max_positions=c.count("max_position_embeddings", 0)), where
+        )
     if kind == "default":
         pass
     elif kind == "linear":
@@ -90,19 +99,28 @@ def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, parti
         scaling = YarnScaling(
             factor=c.count("max_position_embeddings", 0) / original if factor is None else factor,
             original_max_positions=original,
-            beta_fast=options.number("beta_fast", 32.0) or 32.0,
-            beta_slow=options.number("beta_slow", 1.0) or 1.0,
+            beta_fast=options.number("beta_fast", 32.0, least=0.0) or 32.0,
+            beta_slow=options.number("beta_slow", 1.0, least=0.0) or 1.0,
             truncate=options.flag("truncate", True),
             attention_factor=options.positive("attention_factor", None),
-            mscale=options.get("mscale"),
-            mscale_all_dim=options.get("mscale_all_dim"),
+            mscale=options.number("mscale", 0.0, least=0.0),
+            mscale_all_dim=options.number("mscale_all_dim", 0.0, least=0.0),
         )
     else:
         raise CheckpointError(
             f"{where}: rope_type={kind!r} is not supported; accepted: default, dynamic, linear, llama3, yarn"
         )
     options.close()
-    return Rotary(width, base=theta, scaling=scaling)
+    return _checked(Rotary(width, base=theta, scaling=scaling), where)
+
+
+def _checked(rotary: Rotary, where: str) -> Rotary:
+    """The rotary part, once it has shown that it can give frequencies."""
+    with naming(where):
+        usable = bool(rotary.frequencies().isfinite().all()) and math.isfinite(rotary.attention_factor)
+    if not usable:
+        raise CheckpointError(f"{where}: these options give frequencies that are not finite; accepted: finite ones")
+    return rotary
 
 
 def _needed(options: Config, name: str, value: float | None) -> float:

@@ -89,6 +89,10 @@ REGARD_INLINE vf read_words(const In *p, long elements) {
   return Reader<In, Op>::words(padded);
 }
 
+REGARD_INLINE void fetch(const void *row, long bytes) {
+  for (long at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)row + at, 0, 2);
+}
+
 // Left operand: one row of `elements` as words, padded with 0 to whole vectors.
 template <class In, class Op>
 REGARD_INLINE void copy_row(word *to, const In *from, long elements) {

@@ -120,13 +120,18 @@ class Cache:
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
         """Row b becomes the old row ``index[b]``; any number of rows, none sharing storage afterwards."""
-        index = torch.as_tensor(index, dtype=torch.long) if not isinstance(index, Tensor) else index
+        if not isinstance(index, Tensor):
+            index = torch.tensor(list(index)) if len(index) else torch.zeros(0, dtype=torch.long)
         if index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(f"index: expected an integer tensor of rows, one-dimensional, got {describe(index)}")
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.batch):
             raise ValueError(f"index: expected rows from 0 to {self.batch - 1}, got {index.tolist()}")
         self._map(lambda t: t.index_select(0, index.to(t.device)))
         self.log.batch = index.numel()
+
+    def __repr__(self) -> str:
+        room = "" if self.capacity is None else f" of {self.capacity}"
+        return f"{type(self).__name__}({self.batch} rows, {self.length}{room} tokens, {self.nbytes:,} bytes)"
 
     def clone(self: C) -> C:
         """A copy that shares no storage."""
@@ -194,6 +199,7 @@ class _KeysAndValues(Cache):
     def extend(self, k: Tensor, v: Tensor, placed: Placed) -> Held:
         """What a call with new keys (B, Hkv, T, Dk) and values reads, the new ones last; nothing is changed yet."""
         self.room_for(k.shape[2])
+        self.fits(k, v)
         first, stop = self.first, self.length
         keep, segments = self.log.read(first, stop)
         fresh = placed.keep, placed.segments
@@ -223,6 +229,15 @@ class _KeysAndValues(Cache):
         Slots(self.k, 2).write(self.length, k)
         Slots(self.v, 2).write(self.length, v)
 
+    def fits(self, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless keys and values of these shapes can be stored here."""
+        for name, own, new in (("keys", self.k, k), ("values", self.v, v)):
+            if own.shape[1] != new.shape[1] or own.shape[3] != new.shape[3]:
+                have, want = (f"{x.shape[1]} heads of {x.shape[3]}" for x in (own, new))
+                raise ValueError(f"cache: made for {name} of {have}, got a layer with {want}")
+            if own.device != new.device:
+                raise ValueError(f"cache: it is on {own.device}, got {name} on {new.device}")
+
 
 class KVCache(_KeysAndValues):
     """Keys and values of up to `capacity` tokens, preallocated: 2 · B · Hkv · capacity · D elements.
@@ -242,20 +257,14 @@ class KVCache(_KeysAndValues):
     ) -> None:
         super().__init__(batch, whole("capacity", capacity, 0), kv_heads, key_dim, value_dim, dtype, device)
         self.capacity = capacity
-        self._staged = -1  # slots up to here were written by `extend` and wait for the commit
 
     def _can_crop(self, n: int) -> None:
         """Earlier tokens are all still there."""
 
-    def _store(self, k: Tensor, v: Tensor) -> None:
-        if self._staged != self.length + k.shape[2]:
-            super()._store(k, v)
-        self._staged = -1
-
     def _joined(self, buffer: Tensor, new: Tensor, first: int) -> Tensor:
-        if new.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # autograd may keep what the call reads, and the buffer changes later
             return super()._joined(buffer, new, first)
-        self._staged = stop = self.length + new.shape[2]
+        stop = self.length + new.shape[2]
         buffer.narrow(2, self.length, new.shape[2]).copy_(new)  # past the length: nobody reads it until the commit
         return buffer.narrow(2, 0, stop).to(new.dtype)
 
@@ -291,7 +300,7 @@ class WindowCache(_KeysAndValues):
         self.oldest = 0
 
     def _can_crop(self, n: int) -> None:
-        if max(0, n - (self.window - 1)) < self.oldest:
+        if max(0, n - max(self.window - 1, 1)) < self.oldest:  # and the last one's place, which the next counts from
             super()._can_crop(n)
 
     def commit(self, k: Tensor, v: Tensor, placed: Placed) -> None:

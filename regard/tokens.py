@@ -74,9 +74,8 @@ class TokenLog:
         """(next position, segment id) after `length` tokens, each (B,); None where they are `length` and 0."""
         if self.counts is None or self.segments is None or not length:
             return None, None
-        return Slots(self.counts, 1).read(length - 1, length)[:, 0], Slots(self.segments, 1).read(length - 1, length)[
-            :, 0
-        ]
+        count, segment = (Slots(data, 1).read(length - 1, length)[:, 0] for data in (self.counts, self.segments))
+        return count.clone(), segment.clone()  # a ring writes over the slots that it was read from
 
     def read(self, first: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         """(keep, segments) of slots ``first..stop``, each (B, stop - first) or None where nothing is special."""
@@ -86,7 +85,7 @@ class TokenLog:
 
     def write(self, length: int, placed: Placed, tokens: int) -> None:
         """Remember the tokens at slots ``length…``."""
-        if placed.counts is None and self.counts is None:
+        if not tokens or (placed.counts is None and self.counts is None):
             return
         if self.keep is None:
             shape = (self.batch, self.size)

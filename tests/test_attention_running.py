@@ -322,3 +322,32 @@ def test_flex_is_the_reference():
             want = regard.attention(q, k, v, backend="reference", **options)
             got = regard.attention(q, k, v, backend="flex", **options)
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_nothing_is_drawn_where_nothing_runs():
+    q = torch.randn(1, 2, 3, 4)
+    before = torch.get_rng_state()
+    regard.explain(q, q, q, dropout_p=0.5)
+    with pytest.raises(regard.errors.BackendUnsupported):
+        regard.attention(q, q, q, dropout_p=0.5, backend="flex")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_very_loose_softcaps_and_wrong_scales():
+    q = torch.randn(1, 2, 3, 4)
+    torch.testing.assert_close(regard.attention(q, q, q, softcap=1e39), regard.attention(q, q, q))
+    for scale in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="scale: expected a finite number"):
+            regard.attention(q, q, q, scale=scale)
+
+
+@pytest.mark.parametrize("options", [{"mask": Window(3)}, {"softcap": 3.0}, {"mask": Window(3), "bias": Alibi(2)}])
+def test_export_with_a_named_length(options):
+    class Module(torch.nn.Module):
+        def forward(self, q):
+            return regard.attention(q, q, q, **options)
+
+    length = torch.export.Dim("length", min=2, max=64)
+    program = torch.export.export(Module(), (torch.randn(1, 2, 8, 4),), dynamic_shapes=({2: length},))
+    q = torch.randn(1, 2, 23, 4)
+    torch.testing.assert_close(program.module()(q), Module()(q))

@@ -133,7 +133,7 @@ def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     `allowed` is (B, Hq, Tq, Tk) whole.
     """
-    read = allowed.flatten(1, 2).any(1)[:, None, :, None]
+    read = allowed.any(2).any(1)[:, None, :, None]
     zero = torch.zeros((), dtype=k.dtype, device=k.device)
     return torch.where(read, k, zero), torch.where(read, v, zero)
 

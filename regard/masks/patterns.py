@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.masks.base import Mask
 from regard.masks.checks import UNKNOWN, any_all, describe, fits, is_bool, pick, whole
-from regard.sites import Site, Span
+from regard.sites import Site, Span, can_read
 
 __all__ = ["Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
 
@@ -51,6 +51,11 @@ class Blocks(Mask):
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         if self.layout.ndim == 4:
             fits(f"{type(self).__name__}.layout", self.layout, (batch, heads, *self.layout.shape[2:]))
+        rows = -(-q_len // self.size)
+        if self.layout.shape[-2] < rows:
+            raise ValueError(
+                f"layout: {q_len} queries in blocks of {self.size} need {rows} rows, got {self.layout.shape[-2]}"
+            )
         need = -(-k_len // self.size)
         if self.layout.shape[-1] < need:
             raise ValueError(
@@ -147,6 +152,8 @@ class Edges(Mask):
             raise ValueError(
                 f"index: expected an integer tensor (2, E), row 0 sources, row 1 targets, got {describe(self.index)}"
             )
+        if can_read(self.index) and self.index.numel() and int(self.index.min()) < 0:
+            raise ValueError(f"index: expected slots from 0 on, got {int(self.index.min())}")
 
     def allows_at(self, site: Site) -> Tensor:
         i, j = torch.broadcast_tensors(site.i, site.j)

@@ -126,6 +126,11 @@ class MultiHeadAttention(nn.Module):
         read = (weights != 0).any(-2).any(1)[:, None, :, None]
         return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
 
+    def extra_repr(self) -> str:
+        shape = f"{self.dim}, {self.heads} heads of {self.head_dim}, {self.kv_heads} key heads"
+        parts = {"mask": self.mask, "bias": self.bias if isinstance(self.bias, Bias) else None, "rotary": self.rotary}
+        return ", ".join([shape, *(f"{name}={part}" for name, part in parts.items() if part is not None)])
+
     @property
     def context_dim(self) -> int:
         """Width of the context that keys and values are made from."""
@@ -155,6 +160,8 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Held, dict[str, Any]]:
         """Queries, the keys and values they read, and the rest of the attention call; nothing is changed."""
         check_tokens("x", x, self.dim)
+        if cache is not None and not isinstance(cache, (KVCache, WindowCache)):
+            raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
         crossing = context is not None or (cache is not None and cache.context)
         if crossing:
             held = self._read_context(x, context, keep=keep, segments=segments, cache=cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import Any
 
@@ -19,6 +20,8 @@ from regard.masks.checks import describe
 from regard.sites import Frame
 
 __all__ = ["attention", "attention_weights", "explain"]
+
+LOOSEST = 1e30  # a softcap from here on changes no score that float64 tells apart, and float32 may not hold it
 
 
 def attention(
@@ -154,7 +157,10 @@ def _run(call: AttentionCall, backend: str | None) -> tuple[Tensor, Tensor]:
     if _autocast(call.q):  # off: it would lower the sums that are kept in the compute dtype
         with torch.autocast(call.q.device.type, enabled=False):
             return _run(call, backend)
-    out, lse = backends.run(call, backend)
+    chosen = backends.select(call, backend)
+    if call.dropout_p > 0:  # drawn only once it is sure that the call runs
+        call = dataclasses.replace(call, seed=draw_seed(call.q.device))
+    out, lse = backends.run(call, chosen)
     if call.sink is not None:
         out = out * sink_share(lse, call.sink).unsqueeze(-1)
     return out.to(call.q.dtype), lse
@@ -222,7 +228,6 @@ def _call(
         frame,
         pattern_of(mask, frame),
         lse,
-        draw_seed(q.device) if p > 0 else None,
     )
 
 
@@ -231,6 +236,8 @@ def _scale(scale: Any, width: int) -> float:
         return 1.0 / math.sqrt(width) if width else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale: expected a number or None, got {describe(scale)}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 
 
@@ -241,7 +248,7 @@ def _softcap(softcap: Any) -> float | None:
         raise TypeError(f"softcap: expected a number or None, got {describe(softcap)}")
     if not softcap > 0:
         raise ValueError(f"softcap: expected a number > 0 (None or inf for none), got {softcap}")
-    return float(softcap)
+    return float(softcap) if softcap < LOOSEST else None
 
 
 def _sink(sink: Any, heads: int) -> Tensor | None:

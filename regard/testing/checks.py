@@ -33,6 +33,10 @@ def _no_slots(subject: Subject) -> str | None:
     return _alone(subject)
 
 
+def _mixes(subject: Subject) -> str | None:
+    return None if hasattr(subject.make(), "mixing") else "it has no mixing method"
+
+
 @dataclass(frozen=True)
 class Check:
     """One promise: `run` raises `ContractViolation` when a subject breaks it; `skip` says why it does not apply."""
@@ -64,7 +68,7 @@ CHECKS: tuple[Check, ...] = (
     Check("strides", numerics.strides),
     Check("unwritten_memory", numerics.unwritten_memory),
     Check("empty_inputs", numerics.empty_inputs),
-    Check("mixing", numerics.mixing),
+    Check("mixing", numerics.mixing, _mixes),
     Check("copies", modules.copies),
     Check("meta_device", modules.meta_device),
     Check("compiled", modules.compiled),
@@ -83,7 +87,12 @@ class Result:
 
 
 def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: bool = False) -> list[Result]:
-    """Run the checks (those named in `only`, else all that are not slow) on a subject; nothing is raised."""
+    """Run the checks (those named in `only`, else all that are not slow) on a subject.
+
+    A check that ends in any error has failed, and the result says which error; ValueError for unknown names in `only`.
+    """
+    if isinstance(only, str):
+        raise TypeError(f"only: expected a list of names of checks, got the string {only!r}")
     wanted = None if only is None else set(only)
     unknown = (wanted or set()) - {check.name for check in CHECKS}
     if unknown:
@@ -100,6 +109,8 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
             check.run(subject)
         except ContractViolation as violation:
             results.append(Result(check.name, False, str(violation)))
+        except Exception as error:  # a module of a third party may fail in any way; the other checks still run
+            results.append(Result(check.name, False, f"it raised {type(error).__name__}: {error}"))
         else:
             results.append(Result(check.name, True, (check.run.__doc__ or "").strip()))
     return results

@@ -1,0 +1,1 @@
+"""Other libraries, each imported only when asked: ``import regard.integrations.transformers``."""

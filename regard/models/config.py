@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +78,10 @@ INERT = frozenset(
 )
 
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which models compute
+_MOST = 2**53  # a size or a distance between tokens with which the arithmetic stays exact
+
+
 @contextmanager
 def naming(source: str) -> Iterator[None]:
     """Turns whatever unfit options raise inside into a :class:`CheckpointError` that names their file.
@@ -90,15 +93,15 @@ def naming(source: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as e:
-        said = " ".join(str(e).split())
+        said = next(iter(str(e).splitlines()), "")  # torch may append where in its own code it stood
         raise CheckpointError(f"{source}: its options cannot be used ({type(e).__name__}: {said})") from e
 
 
 def _is_finite(value: object) -> bool:
-    """Whether a value of an option is a finite number that a float can hold."""
+    """Whether a value of an option is a finite number, in float32 too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) <= sys.float_info.max
+    return abs(value) <= _LARGEST
 
 
 class Config:
@@ -151,6 +154,8 @@ class Config:
         value = self._or_default(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, value, "a positive integer")
+        if value > _MOST:
+            raise self.error(name, value, f"at most {_MOST}")
         if value > self.most.get(name, value):
             raise self.error(name, value, f"at most {self.most[name]}, which is all that the file's tensors can fill")
         return value

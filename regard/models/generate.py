@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeGuard
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from regard.models.decoder import Decoder
+from regard.models.prompts import Prompt, is_id, items, token_rows
 from regard.models.sampling import Sampling
 from regard.models.tokenizer import TextStream
 
 __all__ = ["Continuation", "Generation", "Statistics", "Stream", "generate", "stream"]
 
-Prompt = str | Sequence[int] | Tensor
 Finish = Literal["length", "end", "stop"]
 
 
@@ -157,7 +157,7 @@ def generate(
     >>> len(generate(model, [[5, 9, 11], [7]], max_tokens=4, end_ids=())[1].ids)
     4
     """
-    rows = _token_rows(model, prompts, "prompts")
+    rows = token_rows(model, prompts, "prompts")
     run = _Run(model, rows, max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids)
     for _ in run:
         pass
@@ -188,7 +188,7 @@ def stream(
         ValueError, TypeError: as :func:`generate`, at once; and for a model without a tokenizer.
     """
     empty = isinstance(prompt, Sequence) and not len(prompt)  # one prompt without tokens, rather than no prompts
-    rows = _token_rows(model, [prompt] if empty else prompt, "prompt")
+    rows = token_rows(model, [prompt] if empty else prompt, "prompt")
     if len(rows) != 1:
         raise ValueError(f"prompt holds {len(rows)} texts; accepted: one")
     model.tokenizer  # noqa: B018  raises where there is none
@@ -247,12 +247,12 @@ class _Run:
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r}; accepted: a positive integer")
-        stops = _items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "texts that are not empty")
+        stops = items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "texts that are not empty")
         if any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop={self.stop!r}; accepted: texts that are not empty")
         accepted = "token ids, or None for the checkpoint's"
-        ids = self.model.end_ids if self.end_ids is None else _items("end_ids", self.end_ids, accepted)
-        if isinstance(self.end_ids, (str, bytes)) or not all(map(_is_id, ids)):
+        ids = self.model.end_ids if self.end_ids is None else items("end_ids", self.end_ids, accepted)
+        if isinstance(self.end_ids, (str, bytes)) or not all(map(is_id, ids)):
             raise ValueError(f"end_ids={self.end_ids!r}; accepted: {accepted}")
         ends = _Ends(frozenset(ids), stops)
         origin = self.model.origin
@@ -310,60 +310,3 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Ten
         return ids, None
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]
-
-
-def _items(name: str, value: object, accepted: str) -> tuple[Any, ...]:
-    if not isinstance(value, Iterable):
-        raise ValueError(f"{name}={value!r}; accepted: {accepted}")
-    return tuple(value)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is a sequence of items, rather than a text or bytes."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-
-
-def _token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt], name: str) -> list[list[int]]:
-    """The ids of each prompt; ``name`` is the argument's, for errors."""
-    if not isinstance(model, Decoder):
-        raise TypeError(f"model is a {type(model).__name__}; accepted: a Decoder")
-    if isinstance(prompts, Tensor):
-        many: list[Prompt] = list(prompts) if prompts.dim() == 2 else [prompts]
-    elif _is_list(prompts) and any(isinstance(p, (str, Tensor)) or _is_list(p) for p in prompts):
-        many = list(prompts)
-    else:
-        many = [prompts] if not _is_list(prompts) or len(prompts) else []  # type: ignore[list-item]
-    if not many:
-        raise ValueError(f"{name} is empty; accepted: at least one prompt")
-    return [_token_row(model, p, name) for p in many]
-
-
-def _token_row(model: Decoder, prompt: Prompt, name: str) -> list[int]:
-    if isinstance(prompt, Tensor):
-        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-            raise ValueError(
-                f"{name}: a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)"
-            )
-        ids = [int(i) for i in prompt.tolist()]
-    elif isinstance(prompt, str):
-        ids = model.tokenizer.encode(prompt)
-    elif _is_list(prompt):
-        ids = list(prompt)
-        if odd := [i for i in ids if not _is_id(i)]:
-            raise TypeError(
-                f"{name}: a prompt holds something else than integers, {odd[0]!r}; "
-                "accepted: a text, token ids or a tensor"
-            )
-    else:
-        raise TypeError(f"{name}: a prompt is {prompt!r}; accepted: a text, token ids or a tensor")
-    if ids:
-        return ids
-    if model.origin is not None and not isinstance(model.origin.tokenizer, str) and model.tokenizer.bos_id is not None:
-        return [model.tokenizer.bos_id]
-    raise ValueError(
-        f"{name}: a prompt is empty and no token that begins a text is known; accepted: at least one token"
-    )

@@ -19,6 +19,7 @@ struct Runs {
 struct Group {
   int begin, rows;
   Reach hull;
+  bool started;  // whether its sums hold anything yet
 };
 
 // Hull of the rows' reaches.

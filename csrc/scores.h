@@ -74,14 +74,19 @@ REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
                   column / x.layout_cols * stride[3]];
 }
 
-// -inf where the reach ends, in columns first ... first + n of the row.
+// -inf where the reach ends, in columns first ... first + n of the row; n is a multiple of kUnit.
 REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
   if (reach.low <= first && first + n <= reach.high) return;
   bool interval = reach.low < reach.high;
+  vf never = splat(-INFINITY);
   int64_t gaps[2][2] = {{reach.prefix, interval ? reach.low : INT64_MAX}, {reach.high, interval ? INT64_MAX : 0}};
   for (auto &gap : gaps) {
-    int64_t begin = clamp(gap[0] - first, 0, n), end = clamp(gap[1] - first, 0, n);
-    for (int64_t c = begin; c < end; ++c) s[c] = -INFINITY;
+    int begin = (int)clamp(gap[0] - first, 0, n), end = (int)clamp(gap[1] - first, 0, n);
+    for (int c = begin / kLanes * kLanes; c < end; c += kLanes) {
+      vi column = lane_numbers() + c;
+      vi hidden = (column >= begin) & (column < end);
+      store(s + c, hidden ? never : load(s + c));
+    }
   }
 }
 

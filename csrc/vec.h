@@ -47,6 +47,12 @@ REGARD_INLINE vf splat(float x) {
 #endif
 }
 
+REGARD_INLINE vi lane_numbers() {
+  vi n;
+  for (int i = 0; i < kLanes; ++i) n[i] = i;
+  return n;
+}
+
 REGARD_INLINE vf from_bf16(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
 
 // To nearest even; NaN stays NaN.

@@ -529,3 +529,19 @@ def test_a_missing_or_broken_library_is_said(tmp_path):
     for path in (tmp_path / "libregard.so.1", tmp_path / "nothing.so"):
         told = child(code, REGARD_LIBRARY=str(path))
         assert "native" in told and "the kernels could not be loaded" in told and "runs it" in told
+
+
+def test_the_gradient_of_a_bias_in_low_precision():
+    """It sums small differences over many pairs: as close to float64 as the definition, up to a factor of two."""
+    q, k, v = (torch.randn(2, 4, 200, 32).bfloat16() for _ in range(3))
+    cotangent = torch.randn(2, 4, 200, 32).bfloat16()
+
+    def gradient(backend, dtype):
+        slopes = torch.linspace(0.1, 0.9, 4, dtype=dtype).requires_grad_()
+        wide = [x.double() for x in (q, k, v)] if dtype is torch.float64 else (q, k, v)
+        out = regard.attention(*wide, mask=Causal(), bias=Alibi(slopes), backend=backend)
+        return torch.autograd.grad(out, slopes, cotangent.to(out.dtype))[0].double()
+
+    truth = gradient("reference", torch.float64)
+    plain, ours = ((gradient(name, torch.float32) - truth).abs().max() for name in ("reference", "native"))
+    assert ours <= 2 * plain

@@ -1,7 +1,7 @@
 """The library's own CPU kernels (csrc/): float32 and bfloat16, forward and backward, O(T) memory.
 
-float16 runs as float32. They keep sums in float32, skip what the mask leaves empty, and give a row the same bits
-whatever stands beside it in the batch, on any number of threads.
+float16, and bfloat16 with a trained bias, run as float32. They keep sums in float32, skip what the mask leaves empty,
+and give a row the same bits whatever stands beside it in the batch, on any number of threads.
 """
 
 from __future__ import annotations
@@ -40,11 +40,17 @@ def defer(call: AttentionCall) -> str | None:
     return None
 
 
+def _trains_bias(call: AttentionCall) -> bool:
+    return call.bias is not None and any(t.requires_grad for t in call.bias.tensors())
+
+
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse): out in float32 where gradients or a sink follow, else in q's dtype."""
     q, k, v = call.q, call.k, call.v
     wide, v_dim = call.wants_grad or call.sink is not None, v.shape[3]
-    if q.dtype == torch.float16:
+    # a trained bias gathers differences over many pairs, which the bfloat16 kernels' weights are too coarse for
+    coarse = q.dtype == torch.bfloat16 and call.wants_grad and _trains_bias(call)
+    if q.dtype == torch.float16 or coarse:
         q, k, v = (x.to(torch.float32) for x in (q, k, v))
     if not q.shape[3]:  # the kernels want at least one channel
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))

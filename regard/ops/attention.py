@@ -69,8 +69,9 @@ def attention(
         ValueError, TypeError: an argument of the wrong shape, type or range; the text names it.
         BackendUnsupported: `backend` (or `use_backend`) names one that cannot run the call.
 
-    Cost: 2 B Hq Tq Tk (Dk + Dv) FLOPs less what the mask's empty blocks save; O(Tq + Tk) memory beside the inputs on
-        every backend but `reference`.
+    Cost: 2 B Hq Tq Tk (Dk + Dv) FLOPs less what the mask's empty blocks save. Memory beside the inputs: O(Tq + Tk) on
+        `chunked` always, and on `native` and `sdpa` for the masks and biases that they know by rule; others they write
+        out densely (at most 2**24 pairs, else they leave the call to `chunked`); O(Hq Tq Tk) on `reference`.
 
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 

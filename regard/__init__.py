@@ -14,8 +14,14 @@ if TYPE_CHECKING:
     from regard.backends import use_backend
     from regard.models import load
     from regard.ops.attention import attention, attention_weights, explain
+    from regard.ops.convolutions import short_conv
+    from regard.ops.recurrence import recurrence
+    from regard.ops.scan import scan, selective_scan
+    from regard.transitions import Decay, Delta
 
 __all__ = [
+    "Decay",
+    "Delta",
     "analysis",
     "attention",
     "attention_weights",
@@ -30,16 +36,26 @@ __all__ = [
     "models",
     "nn",
     "positions",
+    "recurrence",
+    "scan",
+    "selective_scan",
+    "short_conv",
     "use_backend",
 ]
 __version__ = "0.1.0"
 
 _HOME = {
+    "Decay": "regard.transitions",
+    "Delta": "regard.transitions",
     "attention": "regard.ops.attention",
     "attention_weights": "regard.ops.attention",
     "explain": "regard.ops.attention",
     "load": "regard.models",
     "mixing_matrix": "regard.analysis.mixing",
+    "recurrence": "regard.ops.recurrence",
+    "scan": "regard.ops.scan",
+    "selective_scan": "regard.ops.scan",
+    "short_conv": "regard.ops.convolutions",
     "use_backend": "regard.backends",
 }
 

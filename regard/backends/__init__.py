@@ -1,11 +1,13 @@
 """Backends: who can run a call, in which order they are asked, and why one says no.
 
-A backend is a module with three functions that read only metadata (device, dtype, shapes, kinds of mask and bias), so
-that choosing traces under ``torch.compile(fullgraph=True)``:
+There are four operations (`attention`, `recurrence`, `scan`, `selective_scan`), each with its own record of a call, and
+a backend may stand for several. For an operation, a backend is a module with three functions that read only metadata
+(device, dtype, shapes, kinds of mask and bias), so that choosing traces under ``torch.compile(fullgraph=True)``:
 
 - ``reject(call) -> str | None``: why it cannot run the call, in one sentence.
 - ``defer(call) -> str | None``: why it would rather not, though it can; it still runs when asked for by name.
-- ``run(call) -> (out, lse)``: the work, in the compute dtype, before a sink takes its share.
+- ``run(call)``: the work, in the compute dtype: (out, log-sum-exp) of attention before a sink takes its share,
+  (out, last state) of the others.
 
 The choice never depends on the batch size.
 """
@@ -25,12 +27,19 @@ from torch import Tensor
 
 from regard.backends import chunked, flex, native, reference, sdpa
 from regard.backends.call import AttentionCall
+from regard.backends.recurrent import chunked as chunked_recurrence
+from regard.backends.recurrent import reference as recurrent_reference
+from regard.backends.recurrent import scans
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
 from regard.errors import BackendUnsupported
 
 __all__ = [
     "ORDER",
     "AttentionCall",
     "Explanation",
+    "RecurrenceCall",
+    "ScanCall",
+    "SelectiveScanCall",
     "Verdict",
     "count_backends",
     "explain_call",
@@ -40,12 +49,13 @@ __all__ = [
     "use_backend",
 ]
 
-_BACKENDS: dict[str, ModuleType] = {
-    "native": native,
-    "sdpa": sdpa,
-    "flex": flex,
-    "chunked": chunked,
-    "reference": reference,
+Call = AttentionCall | StateCall
+
+_BACKENDS: dict[str, dict[str, ModuleType]] = {
+    "attention": {"native": native, "sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference},
+    "recurrence": {"chunked": chunked_recurrence, "reference": recurrent_reference},
+    "scan": {"chunked": scans, "reference": recurrent_reference},
+    "selective_scan": {"chunked": scans, "reference": recurrent_reference},
 }
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "chunked", "flex", "reference"),
@@ -60,7 +70,7 @@ _local = threading.local()  # not a ContextVar: torch.compile cannot read those 
 
 def names() -> tuple[str, ...]:
     """The names of all backends."""
-    return tuple(_BACKENDS)
+    return tuple(_BACKENDS["attention"])
 
 
 def _current() -> str | None:
@@ -69,8 +79,8 @@ def _current() -> str | None:
 
 
 def _known(name: str) -> str:
-    if name not in _BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(_BACKENDS)}, got {name!r}")
+    if name not in names():
+        raise ValueError(f"backend: expected one of {', '.join(names())}, got {name!r}")
     return name
 
 
@@ -140,20 +150,29 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in said)
 
 
-def _order(call: AttentionCall) -> tuple[str, ...]:
-    return ORDER.get(call.q.device.type, _OTHER)
+def _order(call: Call) -> tuple[str, ...]:
+    """The backends that know the operation, in the order in which they are asked."""
+    return tuple(name for name in ORDER.get(call.device.type, _OTHER) if name in _BACKENDS[call.operation])
 
 
-def explain_call(call: AttentionCall, name: str | None = None) -> Explanation:
+def _reason(call: Call, name: str) -> str | None:
+    """Why a backend cannot run a call."""
+    backend = _BACKENDS[call.operation].get(name)
+    if backend is None:
+        return f"it has no {call.operation}"
+    reason: str | None = backend.reject(call)
+    return reason
+
+
+def explain_call(call: Call, name: str | None = None) -> Explanation:
     """Every backend's answer, in the order in which they are asked."""
     name = _current() if name is None else _known(name)
     rows: list[Verdict] = []
     taken = False
     for one in _order(call):
-        backend = _BACKENDS[one]
-        reason: str | None = backend.reject(call)
+        reason = _reason(call, one)
         if reason is None and name is None:
-            reason = backend.defer(call)
+            reason = _BACKENDS[call.operation][one].defer(call)
         elif reason is None and one != name:
             reason = f"backend {name!r} was asked for"
         chosen = reason is None and not taken
@@ -162,38 +181,37 @@ def explain_call(call: AttentionCall, name: str | None = None) -> Explanation:
     return Explanation(tuple(rows))
 
 
-def select(call: AttentionCall, name: str | None = None) -> str:
+def select(call: Call, name: str | None = None) -> str:
     """The first backend that runs the call, or the one named; raises `BackendUnsupported` when that one cannot."""
     name = _current() if name is None else _known(name)
     order = _order(call)
     if name is not None:
-        reason = _BACKENDS[name].reject(call)
+        reason = _reason(call, name)
         if reason is not None:
-            able = [one for one in order if _BACKENDS[one].reject(call) is None]
+            able = [one for one in order if _reason(call, one) is None]
             raise BackendUnsupported(f"backend {name!r} cannot run this call: {reason}. These can: {', '.join(able)}")
         return name
     for one in order:
-        backend = _BACKENDS[one]
-        if backend.reject(call) is None and backend.defer(call) is None:
+        if _reason(call, one) is None and _BACKENDS[call.operation][one].defer(call) is None:
             if one == "reference":
                 _note_fallback(call, one)
             return one
     raise AssertionError("the reference backend runs every call")
 
 
-def _note_fallback(call: AttentionCall, taken: str) -> None:
+def _note_fallback(call: Call, taken: str) -> None:
     if torch.compiler.is_compiling():
         return
-    reason = chunked.reject(call) or "others were rejected"
+    reason = _reason(call, "chunked") or "others were rejected"
     if (taken, reason) not in _said:
         _said.add((taken, reason))
-        _log.info("attention falls back to the dense %s backend: %s", taken, reason)
+        _log.info("%s falls back to the slow %s backend: %s", call.operation, taken, reason)
 
 
-def run(call: AttentionCall, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """Run the call on the selected backend: (out, lse) in the compute dtype, before a sink takes its share."""
+def run(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """Run the call on the selected backend; see above for what comes back."""
     chosen = select(call, name)
     if not torch.compiler.is_compiling() and getattr(_local, "counts", None) is not None:
         _local.counts[chosen] += 1
-    result: tuple[Tensor, Tensor] = _BACKENDS[chosen].run(call)
+    result: tuple[Tensor, Tensor] = _BACKENDS[call.operation][chosen].run(call)
     return result

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,12 +16,14 @@ from regard.masks import Full, Mask
 from regard.masks.intervals import PAST
 from regard.sites import Frame, Packing
 
-__all__ = ["AttentionCall", "pattern_of", "sink_share", "zero_unread"]
+__all__ = ["AttentionCall", "inside_transform", "pattern_of", "sink_share", "zero_unread"]
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
     """What `regard.attention` was asked for. q (B, Hq, Tq, Dk), k (B, Hkv, Tk, Dk), v (B, Hkv, Tk, Dv)."""
+
+    operation: ClassVar[str] = "attention"
 
     q: Tensor
     k: Tensor
@@ -42,6 +46,10 @@ class AttentionCall:
         return batch, q_heads, self.k.shape[1], q_len, self.k.shape[2], self.v.shape[3]
 
     @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
@@ -59,17 +67,14 @@ class AttentionCall:
     @property
     def transformed(self) -> bool:
         """Whether torch.func transforms (vmap, jvp, grad ...) run through the call, in eager mode."""
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-            return False
-        return any(map(torch._C._functorch.is_functorch_wrapped_tensor, self.tensors))
+        return _wrapped(self.tensors)
 
     @property
     def under_derivatives(self) -> bool:
         """Whether forward-mode derivatives, or derivative transforms of torch.func, run through the call."""
         if self.transformed and any(map(_tracks_gradients, self.tensors)):
             return True
-        dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
-        return dual and any(forward_ad.unpack_dual(t).tangent is not None for t in self.tensors)
+        return _dual(self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -136,6 +141,23 @@ def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     read = allowed.any(2).any(1)[:, None, :, None]
     zero = torch.zeros((), dtype=k.dtype, device=k.device)
     return torch.where(read, k, zero), torch.where(read, v, zero)
+
+
+def inside_transform(tensors: Iterable[Tensor]) -> bool:
+    """Whether function transforms (vmap, jvp, grad ...) or forward-mode derivatives run through any, in eager mode."""
+    tensors = tuple(tensors)
+    return _wrapped(tensors) or _dual(tensors)
+
+
+def _wrapped(tensors: Iterable[Tensor]) -> bool:
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    return any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+def _dual(tensors: Iterable[Tensor]) -> bool:
+    dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    return dual and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _tracks_gradients(t: Tensor) -> bool:

@@ -1,0 +1,122 @@
+"""The records of one call of `recurrence`, `scan` or `selective_scan`: checked arguments that every backend reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.backends.call import inside_transform
+
+__all__ = ["RecurrenceCall", "ScanCall", "SelectiveScanCall", "StateCall"]
+
+
+class StateCall:
+    """What the three records share."""
+
+    operation: ClassVar[str]
+    state: Tensor | None
+    starts: Tensor | None  # bool (B, T): the token opens a segment, so the state is zeroed before it
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the call."""
+        values = (getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]  # each is a dataclass
+        return (value for value in values if isinstance(value, Tensor))
+
+    @property
+    def lead(self) -> Tensor:
+        """The tensor whose dtype and device are the call's."""
+        return next(self.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lead.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Sums and states: float64 for float64 inputs, else float32."""
+        return torch.float64 if self.lead.dtype == torch.float64 else torch.float32
+
+    @property
+    def wants_grad(self) -> bool:
+        """Whether autograd will record this call."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+
+    @property
+    def transformed(self) -> bool:
+        """Whether torch.func transforms or forward-mode derivatives run through the call, in eager mode."""
+        return inside_transform(self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrenceCall(StateCall):
+    """q, k (B, Hk, T, Dk), v (B, Hv, T, Dv), beta (B, Hv, T), log_decay as in `Decay`, state (B, Hv, Dk, Dv)."""
+
+    operation: ClassVar[str] = "recurrence"
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_decay: Tensor | None
+    state: Tensor | None
+    starts: Tensor | None
+    scale: float
+    chunk_size: int | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int]:
+        """B, Hk, Hv, T, Dk, Dv."""
+        batch, key_heads, tokens, key_dim = self.q.shape
+        return batch, key_heads, self.v.shape[1], tokens, key_dim, self.v.shape[3]
+
+    def first_state(self) -> Tensor:
+        """The state before the first token, in the compute dtype."""
+        batch, _, heads, _, key_dim, value_dim = self.sizes
+        if self.state is None:
+            return self.q.new_zeros(batch, heads, key_dim, value_dim, dtype=self.compute_dtype)
+        return self.state.to(self.compute_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ScanCall(StateCall):
+    """x (B, T, ...), log_a broadcasting against it, state as x[:, 0]."""
+
+    operation: ClassVar[str] = "scan"
+
+    x: Tensor
+    log_a: Tensor
+    state: Tensor | None
+    starts: Tensor | None
+
+    def first_state(self) -> Tensor:
+        """The state before the first token, in the compute dtype."""
+        if self.state is None:
+            return self.x.new_zeros(self.x.shape[0], *self.x.shape[2:], dtype=self.compute_dtype)
+        return self.state.to(self.compute_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectiveScanCall(StateCall):
+    """x, dt (B, T, d), A (d, N), B, C (B, T, N), D (d,) or None, state (B, d, N)."""
+
+    operation: ClassVar[str] = "selective_scan"
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    state: Tensor | None
+    starts: Tensor | None
+
+    def first_state(self) -> Tensor:
+        """The state before the first token, in the compute dtype."""
+        if self.state is None:
+            return self.x.new_zeros(self.x.shape[0], *self.A.shape, dtype=self.compute_dtype)
+        return self.state.to(self.compute_dtype)

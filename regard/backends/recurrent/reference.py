@@ -1,0 +1,94 @@
+"""The definition of the recurrent operations: one loop over tokens each, in plain torch, for every dtype.
+
+    recurrence:      S' = a_t * S;  S = S' + beta_t k_t (v_t - S'^T k_t)^T  (or S' + k_t v_t^T);  o_t = scale * S^T q_t
+    scan:            y_t = a_t * y_{t-1} + x_t
+    selective_scan:  h = exp(dt_t A) * h + dt_t x_t B_t;  y_t = h C_t + D x_t
+
+A decay of -inf, and the first token of a segment, replace the old state by 0 (so whatever it held is gone, gradients
+included). Every other backend is compared with this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
+
+__all__ = ["decayed", "defer", "reject", "run"]
+
+
+def reject(call: StateCall) -> str | None:
+    """It runs every call."""
+    return None
+
+
+def defer(call: StateCall) -> str | None:
+    """It never leaves a call to others by itself; it stands last in the order."""
+    return None
+
+
+def run(call: StateCall) -> tuple[Tensor, Tensor]:
+    """(output, last state), both in the compute dtype."""
+    if isinstance(call, RecurrenceCall):
+        return _recurrence(call)
+    if isinstance(call, ScanCall):
+        return _scan(call)
+    assert isinstance(call, SelectiveScanCall)
+    return _selective_scan(call)
+
+
+def decayed(state: Tensor, log_decay: Tensor) -> Tensor:
+    """``exp(log_decay) * state``, and 0 where the decay is -inf, even of a state that is not finite."""
+    return torch.where(log_decay == -torch.inf, 0.0, torch.exp(log_decay) * state)
+
+
+def _opened(state: Tensor, starts: Tensor | None, t: int) -> Tensor:
+    """The state that token t reads: 0 in rows where it opens a segment."""
+    if starts is None:
+        return state
+    return torch.where(starts[:, t].view(-1, *[1] * (state.ndim - 1)), 0.0, state)
+
+
+def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
+    batch, key_heads, heads, tokens, _, value_dim = call.sizes
+    dtype, state, group = call.compute_dtype, call.first_state(), heads // key_heads if key_heads else 1
+    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    q, k = ((q * call.scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1))
+    decay = None if call.log_decay is None else call.log_decay.to(dtype)
+    beta = None if call.beta is None else call.beta.to(dtype)
+    outs = []
+    for t in range(tokens):
+        state = _opened(state, call.starts, t)
+        if decay is not None:
+            now = decay if decay.ndim == 1 else decay[:, :, t]
+            state = decayed(state, now[..., None] if decay.ndim == 4 else now[..., None, None])
+        key, value = k[:, :, t, :, None], v[:, :, t, None, :]
+        if beta is not None:
+            value = beta[:, :, t, None, None] * (value - (key * state).sum(-2, keepdim=True))
+        state = state + key * value
+        outs.append((q[:, :, t, :, None] * state).sum(-2))
+    out = torch.stack(outs, 2) if outs else v.new_zeros(batch, heads, 0, value_dim)
+    return out, state
+
+
+def _scan(call: ScanCall) -> tuple[Tensor, Tensor]:
+    dtype, state = call.compute_dtype, call.first_state()
+    x, log_a = call.x.to(dtype), call.log_a.to(dtype)
+    outs = []
+    for t in range(x.shape[1]):
+        state = decayed(_opened(state, call.starts, t), log_a[:, t if log_a.shape[1] > 1 else 0]) + x[:, t]
+        outs.append(state)
+    return torch.stack(outs, 1) if outs else x, state
+
+
+def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
+    dtype, state = call.compute_dtype, call.first_state()
+    x, dt, A, B, C = (each.to(dtype) for each in (call.x, call.dt, call.A, call.B, call.C))
+    outs = []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None]
+        state = torch.exp(step * A) * _opened(state, call.starts, t) + step * x[:, t, :, None] * B[:, t, None, :]
+        outs.append((state * C[:, t, None, :]).sum(-1))
+    out = torch.stack(outs, 1) if outs else x
+    return out if call.D is None else out + call.D.to(dtype) * x, state

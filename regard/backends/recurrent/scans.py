@@ -1,0 +1,104 @@
+"""`scan` and `selective_scan` in blocks of tokens, in plain torch: any device, differentiable.
+
+A scan walks all blocks at once, token by token: inside each, ``y`` from a zero state and the running product of
+``a``; the blocks' ends are then a shorter scan, and ``y_t + (product up to t) * (state before the block)`` is the
+answer. So it takes about ``C + T / C`` steps of O(T d) work in all. Products of numbers at most 1 cannot overflow.
+
+The selective scan's state is d times N numbers, so it goes block after block, and a block is computed again in the
+backward pass instead of being kept: memory O(C d N + T d).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from regard.backends.recurrent.call import ScanCall, SelectiveScanCall, StateCall
+
+__all__ = ["defer", "reject", "run"]
+
+BLOCK = 64  # tokens
+
+
+def reject(call: StateCall) -> str | None:
+    """It runs every call."""
+    return None
+
+
+def defer(call: StateCall) -> str | None:
+    """It leaves nothing to others by itself."""
+    return None
+
+
+def run(call: StateCall) -> tuple[Tensor, Tensor]:
+    """(output, last state), both in the compute dtype."""
+    if isinstance(call, ScanCall):
+        dtype = call.compute_dtype
+        a = torch.exp(call.log_a.to(dtype))
+        if call.starts is not None:
+            a = torch.where(call.starts.view(*call.starts.shape, *[1] * (a.ndim - 2)), 0.0, a)
+        return _scan(a, call.x.to(dtype), call.first_state())
+    assert isinstance(call, SelectiveScanCall)
+    return _selective_scan(call)
+
+
+def _scan(a: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """``y_t = a_t y_{t-1} + x_t`` with a in [0, 1] broadcasting against x (B, T, ...)."""
+    tokens = x.shape[1]
+    a = a.expand(-1, tokens, *a.shape[2:])
+    if tokens <= BLOCK:
+        outs = []
+        for t in range(tokens):
+            state = _carried(a[:, t], state) + x[:, t]
+            outs.append(state)
+        return torch.stack(outs, 1) if outs else x, state
+    blocks = -(-tokens // BLOCK)
+    x, a = (
+        F.pad(each, [0, 0] * (each.ndim - 2) + [0, blocks * BLOCK - tokens], value=fill).unflatten(1, (blocks, BLOCK))
+        for each, fill in ((x, 0.0), (a, 1.0))
+    )
+    inside, product = [x[:, :, 0]], [a[:, :, 0]]
+    for t in range(1, BLOCK):
+        inside.append(_carried(a[:, :, t], inside[-1]) + x[:, :, t])
+        product.append(product[-1] * a[:, :, t])
+    ends, last = _scan(product[-1], inside[-1], state)
+    before = torch.cat((state[:, None], ends[:, :-1]), 1)
+    y = torch.stack([part + _carried(all_a, before) for part, all_a in zip(inside, product, strict=True)], 2)
+    return y.flatten(1, 2)[:, :tokens], last
+
+
+def _carried(a: Tensor, state: Tensor) -> Tensor:
+    """``a * state``, and 0 where a is, even of a state that is not finite."""
+    return torch.where(a == 0, 0.0, a * state)
+
+
+def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
+    dtype, state, tokens = call.compute_dtype, call.first_state(), call.x.shape[1]
+    pieces = [each.to(dtype).split(BLOCK, 1) for each in (call.x, call.dt, call.B, call.C)]
+    starts = [None] * -(-tokens // BLOCK) if call.starts is None else call.starts.split(BLOCK, 1)
+    again = call.wants_grad and not call.transformed
+    outs = []
+    for x, dt, B, C, opened in zip(*pieces, starts, strict=True) if tokens else ():
+        arguments = (x, dt, call.A.to(dtype), B, C, state, opened)
+        out, state = _again(*arguments) if again else _block(*arguments)
+        outs.append(out)
+    out = torch.cat(outs, 1) if outs else call.x.to(dtype)
+    return out if call.D is None else out + call.D.to(dtype) * call.x.to(dtype), state
+
+
+def _again(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`_block`, computed once more in the backward pass."""
+    found: tuple[Tensor, Tensor] = checkpoint(_block, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+def _block(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    a = torch.exp(dt.unsqueeze(-1) * A)
+    if starts is not None:
+        a = torch.where(starts[..., None, None], 0.0, a)
+    h, last = _scan(a, (dt * x).unsqueeze(-1) * B.unsqueeze(-2), state)
+    return (h @ C.unsqueeze(-1)).squeeze(-1), last

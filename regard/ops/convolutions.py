@@ -1,0 +1,98 @@
+"""Convolutions along time: `short_conv`, causal and depthwise, with a carried tail."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.ops.checks import check_float, check_shape, check_state, without_autocast
+from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
+
+__all__ = ["convolve", "short_conv"]
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    state: Tensor | None = None,
+    segments: Ids | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A causal depthwise convolution of a few taps: ``y_t = bias + sum_i weight[:, i] * x_{t - W + 1 + i}``.
+
+    Args:
+        x: ``(B, T, C)``, any floating dtype.
+        weight: ``(C, W)``, the last tap is the current token's; bias: ``(C,)`` or None. No activation.
+        state: ``(B, W - 1, C)``, the inputs before the first token; zeros by default. Differentiable.
+        segments: ids ``(B, T)`` or ``Segments.from_lengths``, as in `regard.recurrence`: no tap reaches across.
+
+    Returns:
+        y ``(B, T, C)`` in x's dtype, and the last W - 1 inputs, zeros where they are of an earlier segment, in the
+        compute dtype (float32, or float64).
+
+    Raises:
+        ValueError, TypeError: an argument of the wrong shape or type; the text names it.
+
+    Cost: 2 T C W FLOPs.
+
+    >>> import torch, regard
+    >>> y, tail = regard.short_conv(torch.ones(1, 4, 1), torch.ones(1, 3))
+    >>> y[0, :, 0].tolist(), tail.shape
+    ([1.0, 2.0, 3.0, 3.0], torch.Size([1, 2, 1]))
+    """
+    check_float("x", x, 3, "(B, T, C)")
+    batch, tokens, channels = x.shape
+    check_float("weight", weight, 2, f"({channels}, W)", x)
+    if weight.shape[0] != channels or not weight.shape[1]:
+        raise ValueError(f"weight: expected ({channels}, W) with W >= 1, got {tuple(weight.shape)}")
+    if bias is not None:
+        check_float("bias", bias, 1, f"({channels},)", x)
+        check_shape("bias", bias, (channels,))
+    taps = weight.shape[1]
+    lengths = packed_lengths(segments, batch, tokens)
+    check_state(state, (batch if lengths is None else len(lengths), taps - 1, channels), x)
+    with without_autocast(x):
+        if not lengths:
+            starts = None if lengths is not None else starts_of(segments, batch, tokens)
+            y, tail = convolve(x, weight, bias, state, starts)
+            return y, tail if lengths is None else tail[:0]
+
+        def body(parts: list[Tensor], state: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
+            return convolve(parts[0], weight, bias, state, None, lengths)
+
+        return by_sequence(lengths, [(x, 1)], state, body, axis=1)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`short_conv` without checks; `starts` (B, T) marks segments' first tokens, `lengths` (B,) the real ones."""
+    batch, tokens, channels = x.shape
+    dtype, reach = torch.float64 if x.dtype == torch.float64 else torch.float32, weight.shape[1] - 1
+    before = x.new_zeros(batch, reach, channels, dtype=dtype) if state is None else state.to(dtype)
+    line, weight = torch.cat((before, x.to(dtype)), 1), weight.to(dtype)
+    number = None if starts is None else torch.nn.functional.pad(starts.cumsum(1), (reach, 0))
+    y = line[:, reach:] * weight[:, reach]
+    for tap in range(reach):
+        term = line[:, tap : tap + tokens] * weight[:, tap]
+        if number is not None:
+            term = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], term, 0.0)
+        y = y + term
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if lengths is None:
+        tail, ids = line[:, tokens:], None if number is None else number[:, tokens:]
+    else:
+        where = lengths[:, None] + torch.arange(reach, device=x.device)
+        tail = line.gather(1, where[..., None].expand(-1, -1, channels))
+        ids = None if number is None else number.gather(1, where)
+    if ids is not None and number is not None and reach:
+        latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + reach - 1)[:, None])
+        tail = torch.where((ids == latest)[..., None], tail, 0.0)
+    return y.to(x.dtype), tail

@@ -1,0 +1,120 @@
+"""The matrix-state recurrence: linear attention, its decays, and the delta rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from regard import backends
+from regard.backends import RecurrenceCall
+from regard.masks.checks import describe, whole
+from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, without_autocast
+from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
+from regard.transitions import Decay, Delta
+
+__all__ = ["recurrence"]
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Decay | Delta,
+    *,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    segments: Ids | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A matrix state that decays, is written to, and is read: ``o_t = scale * S_t^T q_t``.
+
+    ``S_t = a_t * S_{t-1} + k_t v_t^T`` with `Decay`; with `Delta`, ``S' = a_t * S_{t-1}`` and
+    ``S_t = S' + beta_t k_t (v_t - S'^T k_t)^T``; ``a_t = exp(log_decay_t)``. Sums and states are kept in float32, or
+    float64 for float64 inputs.
+
+    Args:
+        q, k: ``(B, Hk, T, Dk)``, v: ``(B, Hv, T, Dv)``, one floating dtype, any strides; Hv is a multiple of Hk, and
+            value head h reads key head ``h // (Hv // Hk)``.
+        transition: `Decay` or `Delta`; its tensors have Hv heads and any floating dtype.
+        state: ``(B, Hv, Dk, Dv)`` before the first token, any floating dtype; zeros by default. Differentiable.
+        scale: factor on q; ``Dk ** -0.5`` by default.
+        segments: ids ``(B, T)``, never falling: where they change the state starts from 0 (`state` enters the first
+            segment, the last one's is returned). Or ``Segments.from_lengths`` with B = 1: then there is one state
+            ``(sequences, Hv, Dk, Dv)`` per sequence, in and out, empty ones included.
+        chunk_size: tokens that `chunked` takes together, rounded down to a power of two; it changes no result.
+        backend: a backend by name instead of the first that can.
+
+    Returns:
+        out ``(B, Hv, T, Dv)`` in q's dtype, and the state after the last token in the compute dtype.
+
+    Raises:
+        ValueError, TypeError: an argument of the wrong shape, type or range; the text names it.
+        BackendUnsupported: `backend` (or `use_backend`) names one that cannot run the call.
+
+    Cost: chunks of C tokens take about 2 T (C (Dk + Dv) + 2 Dk Dv) FLOPs a head, the delta rule half as many again;
+        memory O(T (C + Dk + Dv)).
+
+    Katharopoulos et al. 2020, arXiv:2006.16236; Yang et al. 2024, arXiv:2406.06484 and 2412.06464; Kimi team 2025,
+    arXiv:2510.26692.
+
+    >>> import torch, regard
+    >>> q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    >>> decay = regard.Decay(torch.tensor([-0.1, -0.2]))
+    >>> out, state = regard.recurrence(q, k, v, decay)
+    >>> parts = [x.split([7, 3], 2) for x in (q, k, v)]
+    >>> first, middle = regard.recurrence(*(x[0] for x in parts), decay)
+    >>> rest, end = regard.recurrence(*(x[1] for x in parts), decay, state=middle)
+    >>> torch.allclose(torch.cat([first, rest], 2), out, atol=1e-5), torch.allclose(end, state, atol=1e-5)
+    (True, True)
+    """
+    batch, tokens = _check(q, k, v, transition)
+    heads, sizes = v.shape[1], (k.shape[3], v.shape[3])
+    lengths = packed_lengths(segments, batch, tokens)
+    check_state(state, (batch if lengths is None else len(lengths), heads, *sizes), q)
+    if chunk_size is not None:
+        whole("chunk_size", chunk_size, 1)
+    factor = scale_of(scale, sizes[0])
+    q, k, v = lowered(q, k, v)
+    beta, decay = transition.beta, transition.log_decay
+    with without_autocast(q):
+        if not lengths:
+            starts = None if lengths is not None else starts_of(segments, batch, tokens)
+            call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size)
+            out, last = backends.run(call, backend)
+            return out.to(q.dtype), last if lengths is None else last[:0]
+
+        timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
+
+        def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v, *rest = parts
+            strength = rest.pop(0) if beta is not None else None
+            return backends.run(
+                RecurrenceCall(q, k, v, strength, rest[0] if rest else decay, state, None, factor, chunk_size), backend
+            )
+
+        out, last = by_sequence(lengths, timed, state, body, axis=2)
+        return out.to(q.dtype), last
+
+
+def _check(q: Any, k: Any, v: Any, transition: Any) -> tuple[int, int]:
+    """Raise unless the tensors and the transition fit together: (B, T)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_float(name, x, 4, "(B, H, T, D)", q)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_shape("k", k, q.shape)
+    batch, key_heads, tokens, _ = k.shape
+    if (v.shape[0], v.shape[2]) != (batch, tokens):
+        raise ValueError(f"v: expected ({batch}, Hv, {tokens}, Dv) to go with k {tuple(k.shape)}, got {tuple(v.shape)}")
+    if not key_heads or v.shape[1] % key_heads:
+        raise ValueError(f"v: expected a multiple of the {key_heads} key heads, got {v.shape[1]} value heads")
+    if not isinstance(transition, (Decay, Delta)):
+        raise TypeError(f"transition: expected Decay or Delta, got {describe(transition)}")
+    transition.check(batch, v.shape[1], tokens, k.shape[3])
+    for name in ("beta", "log_decay"):
+        given = getattr(transition, name)
+        if given is not None and given.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device}, got {given.device}")
+    return batch, tokens

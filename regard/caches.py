@@ -1,8 +1,9 @@
 """Caches: what a layer remembers of the tokens it has seen, owned by the caller and updated in place by the call.
 
-`KVCache` holds keys and values of up to `capacity` tokens; `WindowCache` holds the latest ones in a ring. All caches
-share the rules of `Cache`. What is stored is detached; storage is allocated once. A call first looks (`extend`), and
-changes the cache only when it has succeeded (`commit`). Caches are pytrees whose tensors are leaves.
+`KVCache` holds keys and values of up to `capacity` tokens; `WindowCache` holds the latest ones in a ring; `StateCache`
+holds a state of fixed size. All caches share the rules of `Cache`. What is stored is detached; storage is allocated
+once. A call first looks, and changes the cache only when it has succeeded (`commit`). Caches are pytrees whose tensors
+are leaves.
 
 >>> import torch, regard
 >>> layer = regard.nn.MultiHeadAttention(16, 4, kv_heads=2, mask=regard.masks.Causal())
@@ -16,7 +17,7 @@ changes the cache only when it has succeeded (`commit`). Caches are pytrees whos
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from regard.errors import CacheError, CacheFull
 from regard.masks.checks import describe, whole
 from regard.tokens import Placed, Slots, TokenLog, place
 
-__all__ = ["Cache", "Held", "KVCache", "WindowCache"]
+__all__ = ["Cache", "Held", "KVCache", "StateCache", "WindowCache"]
 
 C = TypeVar("C", bound="Cache")
 
@@ -306,3 +307,39 @@ class WindowCache(_KeysAndValues):
     def commit(self, k: Tensor, v: Tensor, placed: Placed) -> None:
         super().commit(k, v, placed)
         self.oldest = max(self.oldest, self.length - self.window)
+
+
+class StateCache(Cache):
+    """The state that a recurrent layer carries, and the tail of its convolution: of fixed size, never full.
+
+    `states` are zeros, batch on axis 0, by name; they stay in float32 (float64 in a float64 layer). `crop` raises
+    `CacheError` unless it drops nothing or everything.
+    """
+
+    def __init__(self, batch: int, states: Mapping[str, Tensor], device: Any = None) -> None:
+        super().__init__(batch, 1, device)
+        self.tensor_names = (*states, "owner")
+        self.owner: Tensor | None = None  # the segment (B,) of the last real token in the state
+        for name, state in states.items():
+            setattr(self, name, state)
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The states by name."""
+        return {name: getattr(self, name) for name in self.tensor_names if name != "owner"}
+
+    def reset(self) -> None:
+        super().reset()
+        self.owner = None
+        for name, state in self.states.items():
+            setattr(self, name, torch.zeros_like(state))
+
+    def commit(self, states: Mapping[str, Tensor], owner: Tensor | None, placed: Placed, tokens: int) -> None:
+        """Take over the new states: the call has succeeded."""
+        for name, state in states.items():
+            new = state.detach()
+            # a view would keep all that it was cut from, and an output that the caller may write to
+            setattr(self, name, new.clone() if new.untyped_storage().nbytes() != new.nbytes else new)
+        self.owner = owner
+        self.log.write(self.length, placed, tokens)
+        self.length += tokens

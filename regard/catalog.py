@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
-from regard.mixers import softmax
+from regard.mixers import gla, softmax
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
 
-RECORDS: tuple[Record, ...] = (*softmax.records,)
+RECORDS: tuple[Record, ...] = (
+    *softmax.records,
+    *gla.records,
+)
 
 
 def find(name: str) -> Record:

@@ -11,8 +11,19 @@ from torch import Tensor, nn
 
 from regard.biases import RelativeBuckets
 from regard.masks.checks import whole
+from regard.mixers.recurrent import Stream
 
-__all__ = ["Projections", "RMSNorm", "RelativePositionBias", "Scores", "merge_heads", "split_heads"]
+__all__ = [
+    "GatedRMSNorm",
+    "Projections",
+    "RMSNorm",
+    "RelativePositionBias",
+    "Scores",
+    "ShortConv",
+    "l2_normalized",
+    "merge_heads",
+    "split_heads",
+]
 
 
 class RMSNorm(nn.Module):
@@ -40,6 +51,80 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}" + (", unit_offset=True" if self.unit_offset else "")
+
+
+class GatedRMSNorm(nn.Module):
+    """An RMS norm and a gate: ``rms(x) * weight * act(z)``, or ``rms(x * act(z)) * weight`` with `gate_first`.
+
+    Args:
+        dim: the last axis of x and z; a head's size, or all heads together.
+        groups: equal parts of that axis which are normalised separately.
+        eps: added to the mean square.
+        gate: ``"silu"`` or ``"sigmoid"``.
+        gate_first: the gate multiplies before the norm, not after it.
+
+    Yang et al. 2024, arXiv:2412.06464 (norm first, per head); Dao and Gu 2024, arXiv:2405.21060 (gate first).
+
+    >>> GatedRMSNorm(4, gate="sigmoid", eps=0.0)(torch.ones(1, 4), torch.zeros(1, 4)).tolist()
+    [[0.5, 0.5, 0.5, 0.5]]
+    """
+
+    def __init__(
+        self, dim: int, groups: int = 1, *, eps: float = 1e-5, gate: str = "silu", gate_first: bool = False
+    ) -> None:
+        super().__init__()
+        if gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate: expected 'silu' or 'sigmoid', got {gate!r}")
+        if dim % whole("groups", groups, 1):
+            raise ValueError(f"groups: expected a divisor of dim={dim}, got {groups}")
+        self.groups, self.eps, self.gate, self.gate_first = groups, eps, gate, gate_first
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gate = (F.silu if self.gate == "silu" else torch.sigmoid)(z.to(wide))
+        mixed = x.to(wide) * gate if self.gate_first else x.to(wide)
+        parts = mixed.unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(parts, (parts.shape[-1],), eps=self.eps).flatten(-2) * self.weight.to(wide)
+        return (normed if self.gate_first else normed * gate).to(z.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, groups={self.groups}, gate={self.gate!r}, gate_first={self.gate_first}"
+
+
+class ShortConv(nn.Module):
+    """A causal depthwise convolution of a few taps as a part of a recurrent layer, with SiLU after it or nothing.
+
+    ``weight`` is (channels, taps), the last tap the current token's; ``bias`` (channels,). Its state is the last
+    ``taps - 1`` inputs.
+    """
+
+    def __init__(self, channels: int, taps: int = 4, *, bias: bool = False, silu: bool = True) -> None:
+        super().__init__()
+        self.channels, self.taps, self.silu = channels, whole("taps", taps, 1), silu
+        bound = taps**-0.5
+        self.weight = nn.Parameter(torch.empty(channels, taps).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """The tail's shape, without the batch axis."""
+        return self.taps - 1, self.channels
+
+    def forward(self, stream: Stream, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the convolved tokens (B, T, channels), the new tail)."""
+        y, tail = stream.conv(x, self.weight, self.bias, tail)
+        return F.silu(y) if self.silu else y, tail
+
+
+def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(sum(x^2) + eps)`` over the last axis, in at least float32, in x's dtype.
+
+    >>> l2_normalized(torch.tensor([3.0, 4.0]), eps=0.0).tolist()
+    [0.6000000238418579, 0.800000011920929]
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from regard.masks.checks import describe
 
-__all__ = ["autocasting", "check_float", "check_shape", "check_state", "lowered", "scale_of", "without_autocast"]
+__all__ = [
+    "autocasting",
+    "check_float",
+    "check_shape",
+    "check_state",
+    "lowered",
+    "scale_of",
+    "tied",
+    "without_autocast",
+]
 
 
 def autocasting(x: Tensor) -> bool:
@@ -66,3 +75,12 @@ def scale_of(scale: Any, width: int) -> float:
     if not abs(scale) < float("inf"):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
+
+
+def tied(out: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """`out`, and if it is empty, with the gradient 0 towards each tensor, so that nothing is left without one."""
+    if out.numel():
+        return out
+    for x in tensors:
+        out = out + x.flatten()[:0].sum().to(out.dtype)
+    return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.ops.checks import check_float, check_shape, check_state, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, tied, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 
 __all__ = ["convolve", "short_conv"]
@@ -95,4 +95,5 @@ def convolve(
     if ids is not None and number is not None and reach:
         latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + reach - 1)[:, None])
         tail = torch.where((ids == latest)[..., None], tail, 0.0)
-    return y.to(x.dtype), tail
+    given = (x, weight, *(t for t in (bias, state) if t is not None))
+    return tied(y, given).to(x.dtype), tail

@@ -9,7 +9,7 @@ from torch import Tensor
 from regard import backends
 from regard.backends import RecurrenceCall
 from regard.masks.checks import describe, whole
-from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, tied, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 from regard.transitions import Decay, Delta
 
@@ -83,7 +83,7 @@ def recurrence(
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size)
             out, last = backends.run(call, backend)
-            return out.to(q.dtype), last if lengths is None else last[:0]
+            return tied(out, call.tensors).to(q.dtype), last if lengths is None else last[:0]
 
         timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from regard import backends
 from regard.backends import ScanCall, SelectiveScanCall
 from regard.masks.checks import describe
-from regard.ops.checks import check_float, check_shape, check_state, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, tied, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 from regard.sites import can_read
 from regard.transitions import check_log_decay
@@ -62,8 +62,9 @@ def scan(
     with without_autocast(x):
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            y, last = backends.run(ScanCall(x, log_a, state, starts), backend)
-            return y.to(x.dtype), last if lengths is None else last[:0]
+            call = ScanCall(x, log_a, state, starts)
+            y, last = backends.run(call, backend)
+            return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
         timed = log_a.expand(1, tokens, *log_a.shape[2:])
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,8 +136,9 @@ def selective_scan(
     with without_autocast(x):
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            y, last = backends.run(SelectiveScanCall(x, dt, A, B, C, D, state, starts), backend)
-            return y.to(x.dtype), last if lengths is None else last[:0]
+            call = SelectiveScanCall(x, dt, A, B, C, D, state, starts)
+            y, last = backends.run(call, backend)
+            return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             x, dt, B, C = parts

@@ -159,4 +159,10 @@ def mixing(subject: Subject) -> None:
         raise ContractViolation(f"M {tuple(matrix.shape)} @ V {tuple(values.shape)} gave {tuple(mixed.shape)}")
     if subject.causal and bool((matrix.triu(1) != 0).any()):
         raise ContractViolation("the mixing matrix of a causal layer has entries above the diagonal")
+    if hasattr(layer, "mixed"):
+        ids = torch.tensor([[0, 0, 0, 1, 1, 1], [2, 3, 3, 3, 3, 3]], device=x.device)
+        keep = torch.tensor([[True] * 6, [False, True, True, False, True, True]], device=x.device)
+        for what, given in (("", {}), (", packed", {"segments": ids}), (", padded", {"keep": keep})):
+            matrix, values = layer.mixing(x, **given)  # type: ignore[operator]
+            close(f"M @ V{what}, against what the layer mixes", matrix @ values, layer.mixed(x, **given))  # type: ignore[operator]
     torch.autograd.grad(mixed.sum(), x)

@@ -107,9 +107,25 @@ def _decays(call: RecurrenceCall, chunks: Any, group: int, dtype: torch.dtype) -
         resets = resets | (starts if log_decay.ndim == 3 else starts[..., None])
     log_decay = torch.where(resets, 0.0, log_decay.double())
     heads = group if log_decay.shape[1] > 1 or group == 1 else 1
-    sums = chunks(log_decay, heads).cumsum(4)
-    counts = None if can_read(resets) and not bool(resets.any()) else chunks(resets.int(), heads).cumsum(4)
+    sums, counts = chunks(log_decay, heads), None
+    if can_read(resets) and not bool(resets.any()):
+        sums = sums.cumsum(4)
+    else:
+        counts = chunks(resets.int(), heads).cumsum(4)
+        sums = _sums_since_reset(sums, counts)
     return (_Decays if log_decay.ndim == 3 else _ChannelDecays)(sums, counts, dtype)
+
+
+def _sums_since_reset(x: Tensor, resets: Tensor) -> Tensor:
+    """Running sums over axis 4 that start again at every reset: then no gradient crosses one, not even by rounding."""
+    step = 1
+    while step < x.shape[4]:
+        early, late = slice(None, -step), slice(step, None)
+        same = resets[:, :, :, :, late] == resets[:, :, :, :, early]
+        more = torch.where(same, x[:, :, :, :, early], 0.0)
+        x = torch.cat((x[:, :, :, :, :step], x[:, :, :, :, late] + more), 4)
+        step *= 2
+    return x
 
 
 class _Decays:

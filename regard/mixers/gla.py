@@ -1,0 +1,103 @@
+"""Gated linear attention: a decay per key channel, computed from the token.
+
+    g_t = log sigmoid(W_2 W_1 x_t + b) / tau,   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t / sqrt(Dk)
+    y_t = W_o (rmsnorm_head(o_t) * silu(W_g x_t))
+
+Yang et al. 2023, arXiv:2312.06635.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from regard.gates import logsigmoid_decay
+from regard.masks.checks import whole
+from regard.mixers.base import Record
+from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
+from regard.transitions import Decay
+
+__all__ = ["GatedLinearAttention", "records"]
+
+
+class GatedLinearAttention(RecurrentLayer):
+    """GLA; ``(B, T, dim)`` in and out, causal, or in both directions.
+
+    Args:
+        dim: width of the tokens.
+        heads: H.
+        key_dim: Dk of a head; ``dim // (2 * heads)`` by default.
+        value_dim: Dv of a head; ``dim // heads`` by default.
+        rank: inner width of the decay's projection.
+        tau: divides the log-decay: larger remembers longer.
+        bidirectional: every token also reads those after it, by a second pass over the reversed tokens with the same
+            parameters (a token reads itself once); then the layer has no cache.
+
+    Parameters: ``q_proj k_proj v_proj g_proj o_proj`` (heads contiguous), ``decay_down decay_up``, ``norm``. The state
+    is (Dk, Dv) per head. Raises ValueError for sizes that do not divide.
+
+    >>> import torch
+    >>> GatedLinearAttention(64, 4)(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        rank: int = 16,
+        tau: float = 16.0,
+        bidirectional: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        self.key_dim = whole("key_dim", dim // (2 * heads) if key_dim is None else key_dim, 1)
+        self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
+        self.tau, self.bidirectional = tau, bidirectional
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        self.q_proj = nn.Linear(dim, keys, bias=False)
+        self.k_proj = nn.Linear(dim, keys, bias=False)
+        self.v_proj = nn.Linear(dim, values, bias=False)
+        self.g_proj = nn.Linear(dim, values, bias=False)
+        self.decay_down = nn.Linear(dim, rank, bias=False)
+        self.decay_up = nn.Linear(rank, keys)
+        self.norm = GatedRMSNorm(self.value_dim)
+        self.o_proj = nn.Linear(values, dim, bias=False)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.heads, self.key_dim, self.value_dim)}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        out, state = self._recur(stream, split_heads(self.v_proj(stream.x), self.heads), states.get("state"))
+        return out, None, {"state": state}
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        gate = split_heads(self.g_proj(x), self.heads)
+        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, gate)))
+        return out
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        matrix, _ = self._recur(stream, identity(stream, self.heads), None)
+        return matrix, split_heads(self.v_proj(stream.x), self.heads)
+
+    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k = (split_heads(proj(stream.x), self.heads) for proj in (self.q_proj, self.k_proj))
+        raw = split_heads(self.decay_up(self.decay_down(stream.x)), self.heads)
+        decay = Decay(logsigmoid_decay(raw, self.tau))
+        return stream.recur(q, k, v, decay, state)
+
+
+records = (
+    Record(
+        name="gla",
+        summary="gated linear attention: a decay per key channel",
+        source="Yang et al. 2023, arXiv:2312.06635",
+        build=lambda dim, heads: GatedLinearAttention(dim, heads),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+)

@@ -1,0 +1,284 @@
+"""What every layer with a state shares: its tokens as a `Stream`, its cache, and its matrix.
+
+A `Stream` has the real tokens of each row first, padding behind them. So convolutions and states see real tokens only,
+wherever padding stood, and the results go back to the places that the tokens came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.caches import StateCache
+from regard.masks import Causal, Mask
+from regard.masks.checks import describe, whole
+from regard.mixers.base import check_tokens
+from regard.ops.convolutions import convolve
+from regard.ops.packing import starts_of
+from regard.ops.recurrence import recurrence
+from regard.ops.scan import scan, selective_scan
+from regard.tokens import Placed, place
+from regard.transitions import Decay, Delta
+
+__all__ = ["RecurrentLayer", "States", "Stream", "compute_dtype", "identity"]
+
+States = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The tokens of a call: real ones first in each row.
+
+    Its methods are the recurrent operations, made blind to padding (which leaves every state as it was) and bounded by
+    segments.
+    """
+
+    x: Tensor  # (B, T, dim), 0 at padding
+    positions: Tensor  # (B, T): the running count of real tokens in their segment
+    real: Tensor | None = None  # bool (B, T), or None: all are
+    segments: Tensor | None = None  # ids (B, T), never falling, or None: one segment, the state's
+    order: Tensor | None = None  # (B, T): the place in the call that each token came from
+    opened: Tensor | None = None  # bool (B,): the row's first token opens a segment, so the state before it is dropped
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Real tokens (B,), or None: all are."""
+        return None if self.real is None else self.real.sum(1)
+
+    # ---- operations ------------------------------------------------------------------------------------------------
+
+    def recur(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transition: Decay | Delta,
+        state: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`regard.recurrence`."""
+        if self.real is not None:
+            decay = transition.log_decay
+            if decay is not None:
+                decay = decay[None, :, None].expand(q.shape[0], -1, q.shape[2]) if decay.ndim == 1 else decay
+                decay = self.still(decay, 2)
+            if isinstance(transition, Delta):
+                transition = Delta(self.still(transition.beta, 2), decay)
+            else:
+                v, transition = self.still(v, 2), Decay(decay)
+        return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
+
+    def scan(self, log_a: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`regard.scan`."""
+        if self.real is not None:
+            x = self.still(x)
+            log_a = self.still(log_a.expand(*x.shape[:2], *log_a.shape[2:]))
+        return scan(log_a, x, state=state, segments=self.segments)
+
+    def selective_scan(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`regard.selective_scan`."""
+        return selective_scan(x, self.still(dt), A, B, C, D, state=state, segments=self.segments)
+
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`regard.short_conv`; the tail returned ends at the last real token."""
+        return convolve(x, weight, bias, tail, starts_of(self.segments, *x.shape[:2]), self.lengths)
+
+    def still(self, x: Tensor, axis: int = 1) -> Tensor:
+        """`x` with 0 at padding; its time axis is 1, or 2 with heads before it."""
+        if self.real is None:
+            return x
+        real = self.real if axis == 1 else self.real[:, None]
+        return torch.where(real.view(*real.shape, *[1] * (x.ndim - real.ndim)), x, 0.0)
+
+    def reversed(self) -> Stream:
+        """The same tokens backwards in time, padding first."""
+        flip = {name: None if (t := getattr(self, name)) is None else t.flip(1) for name in ("real", "segments")}
+        if flip["segments"] is not None:
+            flip["segments"] = -flip["segments"]
+        return dataclasses.replace(self, x=self.x.flip(1), positions=self.positions.flip(1), **flip)
+
+    # ---- places ----------------------------------------------------------------------------------------------------
+
+    def spread(self, y: Tensor, axis: int = 1) -> Tensor:
+        """A result (B, T, ...), or (B, H, T, ...) with axis 2, back at the call's own places; 0 at padding."""
+        if self.order is None:
+            return y
+        back = self.order.argsort(1) if axis == 1 else self.order.argsort(1)[:, None]
+        back = back.view(*back.shape, *[1] * (y.ndim - back.ndim))
+        return torch.gather(self.still(y, axis), axis, back.expand(*y.shape[:axis], -1, *y.shape[axis + 1 :]))
+
+
+class RecurrentLayer(nn.Module):
+    """A layer that remembers the past in a state of fixed size; ``(B, T, dim)`` in and out.
+
+    Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix`, in which tokens meet, and
+    `write` (norm, gate, output projection). `matrix` is the first as a matrix.
+    """
+
+    dim: int
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every state, without the batch axis."""
+        raise NotImplementedError
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """(what the layer mixes (B, G, T, D), what `write` needs besides (a gate's input) or None, the new states)."""
+        raise NotImplementedError
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        """The output (B, T, dim) from what was mixed."""
+        raise NotImplementedError
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """(M (B, G, T, T), V (B, G, T, D)) with ``M @ V`` what `mix` gives from an empty state."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: StateCache | None = None,
+    ) -> Tensor:
+        """The mixed tokens (B, T, dim).
+
+        `keep` (B, T) marks the real tokens of this call; the others leave every state untouched. `segments` (B, T)
+        are ids that never fall; a new one starts from an empty state. `mask` may only be ``Causal()``.
+        """
+        stream, placed = self._stream(x, context, mask, keep, positions, segments, cache)
+        mixed, side, states = self.mix(stream, self._states(stream, cache))
+        out = stream.spread(self.write(stream.x, mixed, side))
+        if cache is not None:
+            cache.commit(states, _owner(stream, cache), placed, x.shape[1])
+        return out
+
+    def mixed(self, x: Tensor, **arguments: Any) -> Tensor:
+        """What the layer mixes (B, G, T, D), before norm, gate and output projection; a cache stays as it is."""
+        stream, _ = self._stream(x, **_named(arguments))
+        return stream.spread(self.mix(stream, self._states(stream, arguments.get("cache")))[0], 2)
+
+    def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """(M (B, G, T, T), V (B, G, T, D)) of this call's tokens, with ``M @ V`` what the layer mixes of them.
+
+        A cache may be given only while it is empty: a state does not say which tokens it came from.
+        """
+        cache = arguments.get("cache")
+        if cache is not None and cache.length:
+            raise ValueError("cache: a state does not remember its tokens; give the whole sequence, or an empty cache")
+        stream, _ = self._stream(x, context, **_named(arguments, context=False))
+        matrix, values = self.matrix(stream)
+        return stream.spread(stream.spread(matrix, 2).transpose(-1, -2), 2).transpose(-1, -2), stream.spread(values, 2)
+
+    def init_cache(
+        self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> StateCache:
+        """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
+        weight = next(self.parameters())
+        kind, place = compute_dtype(weight), device or weight.device
+        states = {
+            name: torch.zeros((whole("batch", batch, 0), *shape), dtype=kind, device=place)
+            for name, shape in self.state_shapes().items()
+        }
+        return StateCache(batch, states, place)
+
+    # ---- the steps of a call ---------------------------------------------------------------------------------------
+
+    def _stream(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        mask: Mask | None = None,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: StateCache | None = None,
+    ) -> tuple[Stream, Placed]:
+        check_tokens("x", x, self.dim)
+        if context is not None:
+            raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
+        if mask is not None and not isinstance(mask, Causal):
+            raise ValueError(f"mask: expected None or Causal(): the past is in a state, got {describe(mask)}")
+        if cache is not None and not isinstance(cache, StateCache):
+            raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
+        if cache is not None and {n: tuple(t.shape[1:]) for n, t in cache.states.items()} != self.state_shapes():
+            raise ValueError(f"cache: it was made for states of other shapes than {self.state_shapes()}")
+        sizes = (x.shape[0], x.shape[1], x.device)
+        given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
+        placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
+        return _arranged(x, placed, cache), placed
+
+    def _states(self, stream: Stream, cache: StateCache | None) -> dict[str, Tensor]:
+        """The states before the call's first tokens, 0 in rows where these open a segment; none without a cache."""
+        if cache is None:
+            return {}
+        if stream.opened is None:
+            return cache.states
+        rows = stream.opened
+        return {
+            name: torch.where(rows.view(-1, *[1] * (state.ndim - 1)), 0.0, state)
+            for name, state in cache.states.items()
+        }
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of gates and states: float64 beside float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def identity(stream: Stream, heads: int) -> Tensor:
+    """The values (B, heads, T, T) for which what a linear layer mixes is its matrix."""
+    batch, tokens, _ = stream.x.shape
+    eye = torch.eye(tokens, dtype=stream.x.dtype, device=stream.x.device)
+    return eye.expand(batch, heads, -1, -1)
+
+
+def _named(arguments: dict[str, Any], context: bool = True) -> dict[str, Any]:
+    names = {"mask", "keep", "positions", "segments", "cache"} | ({"context"} if context else set())
+    unknown = sorted(set(arguments) - names)
+    if unknown:
+        raise TypeError(f"{unknown[0]}: expected one of {', '.join(sorted(names))}")
+    return arguments
+
+
+def _arranged(x: Tensor, placed: Placed, cache: StateCache | None) -> Stream:
+    """The stream of a call's tokens: real ones first, segments against the one that the state belongs to."""
+    stream = Stream(x, placed.positions)
+    ids = placed.segments
+    if placed.keep is not None:
+        order = torch.argsort((~placed.keep).to(torch.uint8), dim=1, stable=True)
+        real = placed.keep.gather(1, order)
+        x = torch.where(real[..., None], x.gather(1, order[..., None].expand_as(x)), 0.0)
+        stream = Stream(x, placed.positions.gather(1, order), real, None, order)
+        if ids is not None:  # padding takes the id of the real token before it
+            ids = ids.gather(1, order)
+            lowest = torch.iinfo(ids.dtype).min
+            ids = torch.where(real, ids, lowest).cummax(1).values if ids.shape[1] else ids
+    if ids is None or not ids.shape[1]:
+        return stream
+    opened = None
+    if cache is not None and cache.length:
+        owner = torch.zeros_like(ids[:, 0]) if cache.owner is None else cache.owner
+        opened = ids[:, 0] > owner
+    return dataclasses.replace(stream, segments=ids, opened=opened)
+
+
+def _owner(stream: Stream, cache: StateCache) -> Tensor | None:
+    """The segment of the last real token that the states have seen."""
+    if stream.segments is None:
+        return cache.owner
+    latest = stream.segments[:, -1]
+    if stream.real is None:
+        return latest.clone()
+    before = torch.zeros_like(latest) if cache.owner is None else cache.owner
+    return torch.where(stream.real.any(1), latest, before)

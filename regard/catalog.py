@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from regard.mixers import delta_net, gated_delta_net, gla, kda, lightning, retention, softmax
+from regard.mixers import delta_net, gated_delta_net, gla, kda, kernel_linear, lightning, retention, softmax
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
@@ -18,6 +18,7 @@ RECORDS: tuple[Record, ...] = (
     *gated_delta_net.records,
     *gla.records,
     *kda.records,
+    *kernel_linear.records,
     *lightning.records,
     *retention.records,
 )

@@ -4,6 +4,7 @@ from regard.mixers.delta_net import DeltaNet
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.gla import GatedLinearAttention, GLADecay
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
+from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.lightning import LightningAttention
 from regard.mixers.parts import GatedRMSNorm, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.retention import Retention
@@ -19,6 +20,8 @@ __all__ = [
     "KDAGates",
     "KimiDeltaAttention",
     "LightningAttention",
+    "LinearAttention",
+    "LinearCrossAttention",
     "MultiHeadAttention",
     "Projections",
     "RMSNorm",

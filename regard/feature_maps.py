@@ -120,10 +120,10 @@ class Rebased(Quadratic):
         self.q_bias, self.k_bias = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
 
     def queries(self, q: Tensor) -> Tensor:
-        return self(self._normed(q, self.q_weight, self.q_bias))
+        return super().queries(self._normed(q, self.q_weight, self.q_bias))
 
     def keys(self, k: Tensor) -> Tensor:
-        return self(self._normed(k, self.k_weight, self.k_bias))
+        return super().keys(self._normed(k, self.k_weight, self.k_bias))
 
     def _normed(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         rows = x.transpose(1, 2)
@@ -156,4 +156,5 @@ def positive_features(x: Tensor, projection: Tensor, *, hyperbolic: bool = False
     z = x * x.shape[-1] ** -0.25
     u, half = z @ projection.to(x.dtype).transpose(-1, -2), z.square().sum(-1, keepdim=True) / 2
     u = torch.cat((u, -u), -1) if hyperbolic else u
-    return torch.exp(u - half) * u.shape[-1] ** -0.5
+    features: Tensor = torch.exp(u - half) * u.shape[-1] ** -0.5
+    return features

@@ -49,13 +49,15 @@ def divided(sums: Tensor, eps: float) -> Tensor:
 def written(k: Tensor, v: Tensor) -> Tensor:
     """``sum_s k_s v_s^T`` (B, Hv, F, D) of all tokens; k (B, Hk, T, F) are features, v is (B, Hv, T, D)."""
     groups = v.unflatten(1, (k.shape[1], v.shape[1] // k.shape[1]))
-    return (k.transpose(-1, -2).unsqueeze(2) @ groups).flatten(1, 2)
+    state: Tensor = (k.transpose(-1, -2).unsqueeze(2) @ groups).flatten(1, 2)
+    return state
 
 
 def read(q: Tensor, state: Tensor) -> Tensor:
     """``S^T q_t`` (B, Hv, T, D) for every query's features (B, Hk, T, F)."""
     groups = state.unflatten(1, (q.shape[1], state.shape[1] // q.shape[1]))
-    return (q.unsqueeze(2) @ groups).flatten(1, 2)
+    sums: Tensor = (q.unsqueeze(2) @ groups).flatten(1, 2)
+    return sums
 
 
 class _Kernel(nn.Module):
@@ -143,7 +145,8 @@ class LinearAttention(_Kernel, RecurrentLayer):
     state is (F, Dv + 1) per head for F features, its last column the sum of the keys' features. Features, sums and the
     division are float32, or float64 in float64 layers. Raises ValueError for sizes below 1 and numbers out of range.
 
-    Cost: 2 T H (C (F + Dv) + 2 F Dv) FLOPs beside the projections with chunks of C tokens, 4 T H F Dv where bidirectional.
+    Cost: 2 T H (C (F + Dv) + 2 F Dv) FLOPs beside the projections with chunks of C tokens; 4 T H F Dv where
+    bidirectional, without segments.
 
     >>> import torch
     >>> LinearAttention(64, 4)(torch.randn(2, 10, 64)).shape

@@ -24,6 +24,8 @@ class FeatureMap(nn.Module):
     sums of weights wants ``phi(q) . phi(k) >= 0``.
     """
 
+    cancels = False  # phi(q) . phi(k) may be far below its terms, so layers take features and sums in float64
+
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()
         self.heads, self.dim = whole("heads", heads, 1), whole("dim", dim, 1)
@@ -72,10 +74,15 @@ class _Polynomial(FeatureMap):
 class Quadratic(_Polynomial):
     """The kernel ``s^2`` with ``s = scale * q . k`` (`dim ** -0.5` by default). `dim (dim + 1) / 2` features.
 
+    Where q and k are nearly orthogonal the products of features cancel; float32 would leave noise of either sign, which
+    as the first key's weight divides itself. So layers sum them in float64.
+
     >>> q, k, phi = torch.randn(4), torch.randn(4), Quadratic(1, 4)
     >>> torch.allclose(phi(q) @ phi(k), (q @ k / 2) ** 2), phi.features
     (True, 10)
     """
+
+    cancels = True
 
     def forward(self, x: Tensor) -> Tensor:
         return symmetric_square(self.root * x)

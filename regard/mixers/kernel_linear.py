@@ -30,6 +30,7 @@ from regard.transitions import Decay
 __all__ = ["LinearAttention", "LinearCrossAttention", "divided", "read", "records", "with_ones", "written"]
 
 MapFactory = Callable[[int, int], FeatureMap]
+SMALLEST = torch.finfo(torch.float32).tiny  # a smaller eps would be 0 there, and 0 / 0 is no number
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ class _Kernel(nn.Module):
             raise ValueError(f"key_heads: expected a divisor of heads={heads}, got {key_heads}")
         self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
         self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
-        if eps is not None and not 0 < eps < float("inf"):
-            raise ValueError(f"eps: expected a number > 0, or None for no division, got {eps}")
+        if eps is not None and not SMALLEST <= eps < float("inf"):
+            raise ValueError(f"eps: expected a number >= {SMALLEST:.3g}, or None for no division, got {eps}")
         self.eps = eps
         self.feature_map = feature_map(self.key_heads, self.key_dim)
         if not isinstance(self.feature_map, FeatureMap):
@@ -101,13 +102,13 @@ class _Kernel(nn.Module):
         """phi(q) (B, key heads, T, features) in the compute dtype."""
         q = split_heads(self.q_proj(x), self.key_heads)
         with without_autocast(q):
-            return self.feature_map.queries(_wide(q))
+            return self.feature_map.queries(self._wide(q))
 
     def key_features(self, x: Tensor) -> Tensor:
         """phi(k), as `query_features`."""
         k = split_heads(self.k_proj(x), self.key_heads)
         with without_autocast(k):
-            return self.feature_map.keys(_wide(k))
+            return self.feature_map.keys(self._wide(k))
 
     def values(self, x: Tensor) -> Tensor:
         """(B, heads, T, value_dim)."""
@@ -115,7 +116,10 @@ class _Kernel(nn.Module):
 
     def summed(self, v: Tensor) -> Tensor:
         """The values as the sums take them."""
-        return _wide(v if self.eps is None else with_ones(v))
+        return self._wide(v if self.eps is None else with_ones(v))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return x.to(torch.float64 if self.feature_map.cancels else compute_dtype(x))
 
     def finished(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
         """What is mixed, from the sums."""
@@ -143,7 +147,8 @@ class LinearAttention(_Kernel, RecurrentLayer):
 
     Parameters: ``q_proj k_proj v_proj o_proj`` (heads contiguous), ``feature_map.*``, ``norm`` (Dv) without `eps`. The
     state is (F, Dv + 1) per head for F features, its last column the sum of the keys' features. Features, sums and the
-    division are float32, or float64 in float64 layers. Raises ValueError for sizes below 1 and numbers out of range.
+    division are float32, or float64 in float64 layers and for maps whose products cancel (`Quadratic`, `Rebased`); a
+    cache's state is float32 outside float64 layers. Raises ValueError for sizes below 1 and numbers out of range.
 
     Cost: 2 T H (C (F + Dv) + 2 F Dv) FLOPs beside the projections with chunks of C tokens; 4 T H F Dv where
     bidirectional, without segments.
@@ -183,7 +188,7 @@ class LinearAttention(_Kernel, RecurrentLayer):
         with without_autocast(v):
             if not self.bidirectional:
                 sums, state = stream.recur(q, k, v, Decay(), state, 1.0)
-                return self.finished(sums, values.dtype), state
+                return self.finished(sums, values.dtype), state.to(compute_dtype(values))
             if stream.segments is None:
                 sums = read(q, written(k, stream.still(v, 2)))
             else:
@@ -249,10 +254,10 @@ class LinearCrossAttention(_Kernel):
             assert cache is not None
             state = cache.states["state"]
         with without_autocast(q):
-            mixed = self.finished(read(q, state), x.dtype)
+            mixed = self.finished(read(q, state.to(q.dtype)), x.dtype)
         out = self.project(mixed)
         if cache is not None and stream is not None:
-            cache.commit({"state": state}, None, placed, stream.x.shape[1])
+            cache.commit({"state": state.to(compute_dtype(x))}, None, placed, stream.x.shape[1])
         return out
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -311,10 +316,6 @@ class LinearCrossAttention(_Kernel):
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
         stream = Stream(context, placed.positions, placed.keep)
         return Stream(stream.still(context), placed.positions, placed.keep), placed
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(compute_dtype(x))
 
 
 records = (

@@ -40,7 +40,7 @@ CALL = Record("""
     int64: batch q_heads kv_heads q_len k_len k_dim v_dim
     int32: dtype
     float: scale softcap
-    pointer: q k v out lse
+    pointer: q k v out lse lse_low
     int32: out_f32
     int64: q_stride[3] k_stride[3] v_stride[3] out_stride[3]
     pointer: q_start

@@ -28,7 +28,8 @@ TRAINED, TENSORS = 5, 14  # how many of the operands may want gradients (the fir
 _library = torch.library.Library("regard", "FRAGMENT")
 _library.define(f"attention_forward({_SCHEMA}, bool wide) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"attention_backward(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor lse_low, {_SCHEMA}, bool[] wanted)"
+    f"attention_backward(Tensor? d_out, Tensor? d_lse, Tensor out, Tensor lse, Tensor lse_low, "
+    f"{_SCHEMA}, bool[] wanted)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -69,7 +70,7 @@ def _empty_out(q: Tensor, v: Tensor, wide: bool) -> Tensor:
 
 
 def _empty_results(q: Tensor, v: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the forward kernels put the output, the log-sum-exp, and what that lost by rounding (wanted with `wide`)."""
+    """Where the forward kernels put the output, the log-sum-exp, and what that lost by rounding."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return _empty_out(q, v, wide), lse, q.new_empty(q.shape[:3] if wide else 0, dtype=torch.float32)
 

@@ -482,16 +482,16 @@ def child(code: str, **environment: str) -> str:
 
 def test_the_structs_are_those_of_the_header():
     header = (ROOT / "csrc" / "regard.h").read_text(encoding="utf-8")
-    for name, record in (("regard_attention", library.CALL), ("regard_attention_grad", library.GRAD)):
+    structs = {"regard_attention": (library.CALL, library.OPTIONS), "regard_attention_grad": (library.GRAD,)}
+    for which, (name, records) in enumerate(structs.items()):
         body = re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", header, re.S)[1]
         fields = []
         for line in re.sub(r"//.*", "", body).split(";"):
             for piece in line.split(","):
                 if found := re.search(r"(\w+)(\[\d\])?$", piece.strip()):
                     fields.append(found[1])
-        assert fields == record.names
-        which = ["regard_attention", "regard_attention_grad"].index(name)
-        assert library.LIBRARY.regard_struct_size(which) == record.size
+        assert fields == [field for record in records for field in record.names]
+        assert library.LIBRARY.regard_struct_size(which) == sum(record.size for record in records)
 
 
 def test_there_is_one_openmp_runtime_and_it_follows_torch():

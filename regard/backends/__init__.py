@@ -190,9 +190,8 @@ def _note_fallback(call: AttentionCall, taken: str) -> None:
         _log.info("attention falls back to the dense %s backend: %s", taken, reason)
 
 
-def run(call: AttentionCall, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """Run the call on the selected backend: (out, lse) in the compute dtype, before a sink takes its share."""
-    chosen = select(call, name)
+def run(call: AttentionCall, chosen: str) -> tuple[Tensor, Tensor]:
+    """Run the call on the backend that `select` chose: (out, lse), before a sink takes its share."""
     if not torch.compiler.is_compiling() and getattr(_local, "counts", None) is not None:
         _local.counts[chosen] += 1
     result: tuple[Tensor, Tensor] = _BACKENDS[chosen].run(call)

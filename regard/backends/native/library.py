@@ -11,7 +11,7 @@ from typing import Any
 
 import torch  # before the library: its OpenMP symbols bind to the runtime that torch has loaded
 
-__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "REASON", "run"]
+__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "OPTIONS", "REASON", "run"]
 
 NAME = "libregard.so.1"
 
@@ -36,6 +36,7 @@ class Record:
         self.size, self.pack = self._struct.size, self._struct.pack
 
 
+# regard_attention in two parts: what every call gives, and what most leave out
 CALL = Record("""
     int64: batch q_heads kv_heads q_len k_len k_dim v_dim
     int32: dtype
@@ -45,6 +46,8 @@ CALL = Record("""
     int64: q_stride[3] k_stride[3] v_stride[3] out_stride[3]
     pointer: q_start
     int64: low high
+""")
+OPTIONS = Record("""
     pointer: prefix k_length keep q_segment k_segment mask
     int64: mask_stride[4]
     pointer: layout
@@ -83,8 +86,8 @@ def _load() -> tuple[Any, str | None]:
     library.regard_isa.restype = ctypes.c_char_p
     library.regard_error.restype = ctypes.c_char_p
     library.regard_struct_size.restype = ctypes.c_int64
-    for which, record in enumerate((CALL, GRAD)):
-        if library.regard_struct_size(which) != record.size:
+    for which, size in enumerate((CALL.size + OPTIONS.size, GRAD.size)):
+        if library.regard_struct_size(which) != size:
             return None, f"the kernels in {path} were built from other sources: install the package again"
     if library.regard_isa() is None:
         return None, f"REGARD_ISA={os.environ.get('REGARD_ISA')!r} names no instruction set"
@@ -98,6 +101,6 @@ ISA: str | None = LIBRARY.regard_isa().decode() if LIBRARY is not None else None
 def run(name: str, *records: bytes) -> None:
     """Call a kernel with torch's number of threads; raises RuntimeError with the library's words where it fails."""
     torch.get_num_threads()  # gives a new thread its share: OpenMP's setting belongs to the calling thread
-    status = getattr(LIBRARY, name)(*records)
+    status = getattr(LIBRARY, name)(*records)  # ctypes lets other Python threads run meanwhile
     if status:
         raise RuntimeError(f"{name}: {LIBRARY.regard_error(status).decode()}")

@@ -92,6 +92,7 @@ struct Chunk {
   float *decay;            // [C][wide] a_t per channel, or [C] a_t
   float *pairs;            // [2 C][C]: k_i . k_j D_ij for j < i, and P; else 0
   float *reach;            // [C][C]: D_ij for j <= i; a decay per channel has none
+  float *fade, *end;       // [C]: F_i, E_j of a decay per head
   float *beta;             // [C]
   Panels residue, update;  // [C]: v - (F k) S, and U
 };
@@ -113,6 +114,8 @@ struct Sizes {
     arrays.take(chunk.decay, channel ? size * wide : size);
     arrays.take(chunk.pairs, 2 * size * size);
     arrays.take(chunk.reach, size * size);
+    arrays.take(chunk.fade, size);
+    arrays.take(chunk.end, size);
     arrays.take(chunk.beta, size);
     chunk.residue.rows = chunk.update.rows = size;
     arrays.take(chunk.residue.p, panels_size(size, v_dim));
@@ -141,6 +144,31 @@ struct Head {
   }
 };
 
+// e^x for x <= 0 to the last bit or so, exactly 1 at 0: decays compound over thousands of tokens. 0 at -inf, NaN at NaN.
+REGARD_INLINE vf decay_exp(vf x) {
+  x = vmax(splat(-150.0f), x);
+  vf n = x * kLog2e;
+#if defined(__AVX512F__)
+  n = (vf)_mm512_roundscale_ps((__m512)n, 0x08);
+#else
+  n = (n - 12582912.0f) + 12582912.0f;  // to an integer: the bits below 1 fall off
+#endif
+  vf r = n * -0.693359375f + x;
+  r = n * 2.12194440e-4f + r;
+  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
+  return p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
+#endif
+}
+
 // ---- decays ---------------------------------------------------------------------------------------------------------
 
 // Rows of k and q, from row `first` of the head; rows from n on are 0.
@@ -160,30 +188,34 @@ void read_rows(const Sizes &z, Chunk &c, const Head<In> &head, long first, float
 // a_t, and everything that products of them give, for a decay per head (or none).
 template <class In>
 void read_decay(const Sizes &z, Chunk &c, const Head<In> &head, long first) {
-  float padded[kChunk];
+  float now[kChunk], sums[kChunk], sum = 0;
   for (long i = 0; i < z.size; ++i) {
     bool opens = head.starts && i < c.n && head.starts[first + i];
-    padded[i] = opens ? -INFINITY : head.log_decay && i < c.n ? head.log_decay[(first + i) * head.decay_step] : 0.0f;
+    now[i] = opens ? -INFINITY : head.log_decay && i < c.n ? head.log_decay[(first + i) * head.decay_step] : 0.0f;
+    sums[i] = sum += now[i];
   }
-  for (long i = 0; i < z.size; i += kLanes) store(c.decay + i, exp2v<false>(load(padded + i) * kLog2e));
-  float fading = 1, ending = 1;
-  for (long i = 0; i < z.size; ++i) {
-    float *now = c.reach + i * z.size, *before = now - z.size;
-    vf a = splat(c.decay[i]);
-    for (long j = 0; j < z.size; j += kLanes) store(now + j, i ? load(before + j) * a : vf{});
-    now[i] = 1;
-    fading *= c.decay[i];
-    for (int half = 0; half < 2; ++half) {
-      const float *from = c.rows + (half * z.size + i) * z.wide;
-      float *to = c.fading + (half * z.size + i) * z.wide;
-      for (long d = 0; d < z.wide; d += kLanes) store(to + d, load(from + d) * fading);
+  for (long i = 0; i < z.size; i += kLanes) {
+    store(c.decay + i, decay_exp(load(now + i)));
+    store(c.fade + i, decay_exp(load(sums + i)));
+  }
+  // a row's sums are those of the row before and its own decay: no difference of long sums loses digits
+  vf logs[kChunk / kLanes] = {};
+  for (long i = 0; i < z.size; ++i)
+    for (long j = 0; j < z.size; j += kLanes) {
+      vi late = lane_numbers() + (int32_t)j;
+      vf &log = logs[j / kLanes];
+      log = late < (int32_t)i ? log + now[i] : vf{};
+      store(c.reach + i * z.size + j, late <= (int32_t)i ? decay_exp(log) : vf{});
     }
-  }
-  for (long i = z.size - 1; i >= 0; --i) {
-    for (long d = 0; d < z.wide; d += kLanes) store(c.ending + i * z.wide + d, load(c.rows + i * z.wide + d) * ending);
-    ending *= c.decay[i];
-  }
-  for (long d = 0; d < z.wide; d += kLanes) store(c.total + d, splat(fading));
+  memcpy(c.end, c.reach + (z.size - 1) * z.size, z.size * sizeof(float));
+  for (long i = 0; i < z.size; ++i)
+    for (long d = 0; d < z.wide - kUnit; d += kLanes) {
+      long key = i * z.wide + d, query = (z.size + i) * z.wide + d;
+      store(c.fading + key, load(c.rows + key) * c.fade[i]);
+      store(c.fading + query, load(c.rows + query) * c.fade[i]);
+      store(c.ending + key, load(c.rows + key) * c.end[i]);
+    }
+  for (long d = 0; d < z.wide; d += kLanes) store(c.total + d, splat(c.fade[z.size - 1]));
 }
 
 // The same for a decay per channel.
@@ -194,10 +226,13 @@ void read_channel_decay(const Sizes &z, Chunk &c, const Head<In> &head, long fir
     bool opens = head.starts && i < c.n && head.starts[first + i];
     for (long d = 0; d < z.wide - kUnit; d += kLanes) {
       vf x = i < c.n ? read_words<float, Float32>(from + d, z.k_dim - d) : vf{};
-      store(c.decay + i * z.wide + d, opens ? vf{} : exp2v<false>(x * kLog2e));
+      x = opens ? splat(-INFINITY) : x;
+      store(c.decay + i * z.wide + d, decay_exp(x));
+      store(c.total + d, i ? load(c.total + d) + x : x);
     }
   }
   for (long d = 0; d < z.wide - kUnit; d += kLanes) {
+    store(c.total + d, decay_exp(load(c.total + d)));  // not a product: it is what compounds from chunk to chunk
     vf fading = splat(1), ending = splat(1);
     for (long i = 0; i < z.size; ++i) {
       fading *= load(c.decay + i * z.wide + d);
@@ -206,7 +241,6 @@ void read_channel_decay(const Sizes &z, Chunk &c, const Head<In> &head, long fir
         store(c.fading + at, load(c.rows + at) * fading);
       }
     }
-    store(c.total + d, fading);
     for (long i = z.size - 1; i >= 0; --i) {
       long at = i * z.wide + d;
       store(c.ending + at, load(c.rows + at) * ending);

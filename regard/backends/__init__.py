@@ -52,12 +52,12 @@ __all__ = [
 
 Call = AttentionCall | StateCall
 
+_STATES = {"native": native_states, "chunked": chunked_states, "reference": reference_states}
 _BACKENDS: dict[str, dict[str, ModuleType]] = {
     "attention": {"native": native, "sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference},
-    **dict.fromkeys(
-        ("recurrence", "scan", "selective_scan"),
-        {"native": native_states, "chunked": chunked_states, "reference": reference_states},
-    ),
+    "recurrence": _STATES,
+    "scan": _STATES,
+    "selective_scan": _STATES,
 }
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "chunked", "flex", "reference"),

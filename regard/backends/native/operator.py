@@ -1,4 +1,4 @@
-"""A kernel pair as torch operators: forward and backward, traced by compilers, recorded by autograd, differentiable twice.
+"""A kernel pair as torch operators: forward and backward, traced by compilers, recorded by autograd.
 
 In eager mode an `autograd.Function` calls the kernels; in a compiled graph the registered formula does, which is the
 same two functions. Where the backward pass is itself recorded, it goes through a plain-torch form.

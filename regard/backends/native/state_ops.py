@@ -17,7 +17,7 @@ from regard.backends.recurrent.vectors import blocked_scan, blocked_selective_sc
 __all__ = ["run_recurrence", "run_scan", "run_selective_scan"]
 
 Numbers = tuple[float, ...]
-EVERY, SELECTIVE_EVERY, SELECTIVE_GROUP = (256, 128), 64, 256  # as csrc has them: tokens between states kept, channels
+SELECTIVE_EVERY, SELECTIVE_GROUP = 64, 256  # as csrc/scans.inc has them: tokens between states kept, channels a sum
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
@@ -57,11 +57,11 @@ def _empty_recurrence(tensors: Tensors, numbers: Numbers, keep: bool) -> Outputs
     assert q is not None and k is not None and v is not None
     batch, heads, tokens, value_dim = v.shape
     key_dim = q.shape[3]
-    every = EVERY[key_dim * value_dim > 96 * 96]
-    wide = {"dtype": torch.float32}
+    every = 128 if key_dim * value_dim > 96 * 96 else 256
     out = v.new_empty(batch, heads, tokens, value_dim)
-    last = v.new_empty(batch, heads, key_dim, value_dim, **wide)
-    kept = v.new_empty(batch, heads, _blocks(tokens, every) if keep else 0, key_dim, value_dim, **wide)
+    last = v.new_empty(batch, heads, key_dim, value_dim, dtype=torch.float32)
+    count = _blocks(tokens, every) if keep else 0  # as csrc/recurrence.inc has it
+    kept = v.new_empty(batch, heads, count, key_dim, value_dim, dtype=torch.float32)
     return out, last, kept
 
 

@@ -7,14 +7,19 @@
 
 from __future__ import annotations
 
-from regard.mixers import gla, softmax
+from regard.mixers import delta_net, gated_delta_net, gla, kda, lightning, retention, softmax
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
 
 RECORDS: tuple[Record, ...] = (
     *softmax.records,
+    *delta_net.records,
+    *gated_delta_net.records,
     *gla.records,
+    *kda.records,
+    *lightning.records,
+    *retention.records,
 )
 
 

@@ -18,6 +18,7 @@ from regard.caches import StateCache
 from regard.masks import Causal, Mask
 from regard.masks.checks import describe, whole
 from regard.mixers.base import check_tokens
+from regard.ops.checks import scale_of
 from regard.ops.convolutions import convolve
 from regard.ops.packing import starts_of
 from regard.ops.recurrence import recurrence
@@ -73,6 +74,15 @@ class Stream:
                 v, transition = self.still(v, 2), Decay(decay)
         return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
 
+    def recur_both_ways(self, q: Tensor, k: Tensor, v: Tensor, transition: Decay, scale: float | None = None) -> Tensor:
+        """`regard.recurrence` over the tokens and over the reversed tokens, added; a token reads itself once."""
+        back, decay = self.reversed(), transition.log_decay
+        past, _ = self.recur(q, k, v, transition, None, scale)
+        turned = decay if decay is None or decay.ndim == 1 else decay.flip(2)
+        future, _ = back.recur(q.flip(2), k.flip(2), v.flip(2), Decay(turned), None, scale)
+        own = (q * k).sum(-1, keepdim=True) * scale_of(scale, k.shape[3])
+        return past + future.flip(2) - own.repeat_interleave(v.shape[1] // k.shape[1], 1) * v
+
     def scan(self, log_a: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`regard.scan`."""
         if self.real is not None:
@@ -123,6 +133,7 @@ class RecurrentLayer(nn.Module):
     """
 
     dim: int
+    bidirectional = False  # a token reads later ones too, so there is no cache
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every state, without the batch axis."""
@@ -184,6 +195,8 @@ class RecurrentLayer(nn.Module):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
+        if self.bidirectional:
+            raise ValueError("bidirectional: a layer that reads later tokens cannot decode, so it has no cache")
         weight = next(self.parameters())
         kind, place = compute_dtype(weight), device or weight.device
         states = {
@@ -207,6 +220,9 @@ class RecurrentLayer(nn.Module):
         check_tokens("x", x, self.dim)
         if context is not None:
             raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
+        if self.bidirectional and (mask is not None or cache is not None):
+            name, one = ("cache", describe(cache)) if mask is None else ("mask", describe(mask))
+            raise ValueError(f"{name}: expected None in a layer that reads later tokens, got {one}")
         if mask is not None and not isinstance(mask, Causal):
             raise ValueError(f"mask: expected None or Causal(): the past is in a state, got {describe(mask)}")
         if cache is not None and not isinstance(cache, StateCache):

@@ -43,7 +43,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else contextlib.nullcontext()
 
 
-def check_float(name: str, x: Any, ndim: int, shape: Any, like: Tensor | None = None) -> None:
+def check_float(name: str, x: Any, ndim: int, shape: object, like: Tensor | None = None) -> None:
     """Raise unless `x` is a floating tensor of `ndim` dimensions, on the device of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor {shape}, got {describe(x)}")

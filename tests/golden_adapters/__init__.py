@@ -8,7 +8,7 @@ a case's configuration and the names of its tensors: no shape, option or value o
 
 from collections.abc import Callable
 
-from golden_adapters import modules, rope, softmax_core, textbook
+from golden_adapters import delta_layers, modules, recurrent_core, rope, softmax_core, textbook
 from golden_adapters.case import Case, Paths
 
 ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
@@ -16,6 +16,8 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     "softmax_core": softmax_core.paths,
     "textbook_listing": textbook.paths,
     **modules.ADAPTERS,
+    **delta_layers.ADAPTERS,
+    **recurrent_core.ADAPTERS,
 }
 
 

@@ -317,17 +317,17 @@ REGARD_INLINE void channel_pair_products(const Sizes &z, Chunk &c, float *column
 
 // ---- the correction --------------------------------------------------------------------------------------------------
 
-// Forward: m_i = r_i - sum_{j<i} L_ij u_j and u_i = beta_i m_i, r read from `m` and m put in its place.
+// Forward: m_i = r_i - s_i - sum_{j<i} L_ij u_j and u_i = beta_i m_i, r read from `m` and m put in its place.
 // Backward: m_i = r_i - sum_{j>i} L_ji u_j. `rows` is a multiple of 16, L is c.pairs with zeros on and above its diagonal.
 template <bool backward>
-REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const Panels &u, long u_first, long rows) {
+REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const Panels &u, long rows, const Panels *s) {
   for (long column = 0; column < round_up(z.v_dim, kUnit); column += kLanes)
     for (long n = 0; n < rows; n += kUnit) {
       long begin = backward ? rows - kUnit - n : n;
-      float *at = m.at(begin, column), *to = u.panel(column) + u_first * kPanel + column % kPanel;
-      const float *weights = c.pairs;
+      float *at = m.at(begin, column), *to = u.at(0, column);
+      const float *weights = c.pairs, *less = backward ? nullptr : s->at(begin, column);
       vf x[kUnit];
-      each<kUnit>(REGARD_EACH { x[i] = load(at + i * kPanel); });
+      each<kUnit>(REGARD_EACH { x[i] = backward ? load(at + i * kPanel) : load(at + i * kPanel) - load(less + i * kPanel); });
       for (long j = backward ? begin + kUnit : 0; j < (backward ? rows : begin); ++j) {
         vf done = load(to + j * kPanel);
         each<kUnit>(REGARD_EACH {
@@ -369,17 +369,25 @@ REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, l
 }
 REGARD_INLINE long chunk_scratch(const Sizes &z) { return z.wide * 2 * kChunk + (z.wide + 2 * kUnit) * kUnit; }
 
-// U, from what (F k) S is (rows 0 ... n - 1 of `read`).
+// Asks for the rows that the next chunk will read.
+template <class In>
+REGARD_INLINE void fetch_chunk(const Sizes &z, const Head<In> &head, long first, long n) {
+  for (long i = first; i < first + n; ++i) {
+    fetch(head.k + i * head.k_step, z.k_dim * sizeof(In));
+    fetch(head.q + i * head.q_step, z.k_dim * sizeof(In));
+    fetch(head.v + i * head.v_step, z.v_dim * sizeof(In));
+    if (z.channel) fetch(head.log_decay + i * head.decay_step, z.k_dim * sizeof(float));
+  }
+}
+
+// U, from what (F k) S is (rows 0 ... of `read`, up to a multiple of 16).
 template <class In>
 REGARD_INLINE void correct(const Sizes &z, Chunk &c, const Head<In> &head, long first, const Panels &read) {
   long rows = round_up(c.n, kUnit);
   const In *v = head.v + first * head.v_step;
   if (!z.delta) return read_values(z, c.update, c.n, rows, v, head.v_step);
   read_values(z, c.residue, c.n, rows, v, head.v_step);
-  for (long column = 0; column < round_up(z.v_dim, kUnit); column += kLanes)
-    for (long i = 0; i < c.n; ++i)
-      store(c.residue.at(i, column), load(c.residue.at(i, column)) - load(read.at(i, column)));
-  solve<false>(z, c, c.residue, c.update, 0, rows);
+  solve<false>(z, c, c.residue, c.update, rows, &read);
 }
 
 // S <- F_n S + (E k)^T U

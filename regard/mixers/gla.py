@@ -72,7 +72,7 @@ class GatedLinearAttention(RecurrentLayer):
 
     def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         out, state = self._recur(stream, split_heads(self.v_proj(stream.x), self.heads), states.get("state"))
-        return out, None, {"state": state}
+        return out, None, {} if state is None else {"state": state}
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
         gate = split_heads(self.g_proj(x), self.heads)
@@ -83,10 +83,12 @@ class GatedLinearAttention(RecurrentLayer):
         matrix, _ = self._recur(stream, identity(stream, self.heads), None)
         return matrix, split_heads(self.v_proj(stream.x), self.heads)
 
-    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         q, k = (split_heads(proj(stream.x), self.heads) for proj in (self.q_proj, self.k_proj))
         raw = split_heads(self.decay_up(self.decay_down(stream.x)), self.heads)
         decay = Decay(logsigmoid_decay(raw, self.tau))
+        if self.bidirectional:
+            return stream.recur_both_ways(q, k, v, decay), None
         return stream.recur(q, k, v, decay, state)
 
 
@@ -97,6 +99,16 @@ records = (
         source="Yang et al. 2023, arXiv:2312.06635",
         build=lambda dim, heads: GatedLinearAttention(dim, heads),
         causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+    Record(
+        name="gla_bidirectional",
+        summary="gated linear attention in both directions, by two passes",
+        source="Yang et al. 2023, arXiv:2312.06635",
+        build=lambda dim, heads: GatedLinearAttention(dim, heads, bidirectional=True),
+        causal=False,
+        cached=False,
         kind="recurrent",
         counts_slots=False,
     ),

@@ -18,6 +18,7 @@ from regard.caches import StateCache
 from regard.masks import Causal, Mask
 from regard.masks.checks import describe, whole
 from regard.mixers.base import check_tokens
+from regard.ops.checks import scale_of
 from regard.ops.convolutions import convolve
 from regard.ops.packing import starts_of
 from regard.ops.recurrence import recurrence
@@ -25,7 +26,7 @@ from regard.ops.scan import scan, selective_scan
 from regard.tokens import Placed, place
 from regard.transitions import Decay, Delta
 
-__all__ = ["RecurrentLayer", "States", "Stream", "compute_dtype", "identity"]
+__all__ = ["RecurrentLayer", "States", "Stream", "compute_dtype", "identity", "scan_matrix"]
 
 States = Mapping[str, Tensor]
 
@@ -73,6 +74,17 @@ class Stream:
                 v, transition = self.still(v, 2), Decay(decay)
         return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
 
+    def recur_both_ways(self, q: Tensor, k: Tensor, v: Tensor, transition: Decay, scale: float | None = None) -> Tensor:
+        """`recur` from the first token on plus `recur` from the last one back, where a token reads itself once."""
+        out, _ = self.recur(q, k, v, transition, scale=scale)
+        decay = transition.log_decay
+        back = Decay(decay if decay is None or decay.ndim == 1 else decay.flip(2))
+        out = out + self.reversed().recur(q.flip(2), k.flip(2), v.flip(2), back, scale=scale)[0].flip(2)
+        wide = compute_dtype(q)
+        own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * scale_of(scale, q.shape[3])
+        own = own.repeat_interleave(v.shape[1] // q.shape[1], 1)  # numbers, one a token and value head
+        return out - (own * v).to(out.dtype)
+
     def scan(self, log_a: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`regard.scan`."""
         if self.real is not None:
@@ -119,10 +131,12 @@ class RecurrentLayer(nn.Module):
     """A layer that remembers the past in a state of fixed size; ``(B, T, dim)`` in and out.
 
     Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix`, in which tokens meet, and
-    `write` (norm, gate, output projection). `matrix` is the first as a matrix.
+    `write` (norm, gate, output projection). `matrix` is the first as a matrix. A layer that sets `bidirectional` also
+    reads later tokens, so it has no cache.
     """
 
     dim: int
+    bidirectional: bool = False
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every state, without the batch axis."""
@@ -184,6 +198,8 @@ class RecurrentLayer(nn.Module):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
+        if self.bidirectional:
+            raise ValueError("bidirectional: a token reads later ones too, so nothing can be decoded with a cache")
         weight = next(self.parameters())
         kind, place = compute_dtype(weight), device or weight.device
         states = {
@@ -207,8 +223,11 @@ class RecurrentLayer(nn.Module):
         check_tokens("x", x, self.dim)
         if context is not None:
             raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
-        if mask is not None and not isinstance(mask, Causal):
-            raise ValueError(f"mask: expected None or Causal(): the past is in a state, got {describe(mask)}")
+        accepted = "None" if self.bidirectional else "None or Causal(): the past is in a state"
+        if mask is not None and (self.bidirectional or not isinstance(mask, Causal)):
+            raise ValueError(f"mask: expected {accepted}, got {describe(mask)}")
+        if cache is not None and self.bidirectional:
+            raise ValueError("cache: expected None, the layer is bidirectional")
         if cache is not None and not isinstance(cache, StateCache):
             raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
         if cache is not None and {n: tuple(t.shape[1:]) for n, t in cache.states.items()} != self.state_shapes():
@@ -241,6 +260,14 @@ def identity(stream: Stream, heads: int) -> Tensor:
     batch, tokens, _ = stream.x.shape
     eye = torch.eye(tokens, dtype=stream.x.dtype, device=stream.x.device)
     return eye.expand(batch, heads, -1, -1)
+
+
+def scan_matrix(stream: Stream, log_a: Tensor) -> Tensor:
+    """(B, C, T, T): what `Stream.scan` does to each channel with the log-decays (B, T, C) or broadcasting to them."""
+    batch, tokens, _ = stream.x.shape
+    eye = torch.eye(tokens, dtype=compute_dtype(stream.x), device=stream.x.device)
+    eye = eye[None, :, None].expand(batch, -1, log_a.shape[2], -1)
+    return stream.scan(log_a[..., None], eye)[0].movedim(1, 2)
 
 
 def _named(arguments: dict[str, Any], context: bool = True) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else contextlib.nullcontext()
 
 
-def check_float(name: str, x: Any, ndim: int, shape: str, like: Tensor | None = None) -> None:
+def check_float(name: str, x: Any, ndim: int, shape: object, like: Tensor | None = None) -> None:
     """Raise unless `x` is a floating tensor of `ndim` dimensions, on the device of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor {shape}, got {describe(x)}")
@@ -62,7 +62,7 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
 def check_state(state: Any, shape: Sequence[int], like: Tensor) -> None:
     """Raise unless `state` is None or a floating tensor of this shape."""
     if state is not None:
-        check_float("state", state, len(shape), str(tuple(shape)), like)
+        check_float("state", state, len(shape), tuple(shape), like)
         check_shape("state", state, shape)
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from regard.mixers import gla, softmax
+from regard.mixers import gla, mamba1, mamba2, softmax
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
@@ -15,6 +15,8 @@ __all__ = ["RECORDS", "Record", "find"]
 RECORDS: tuple[Record, ...] = (
     *softmax.records,
     *gla.records,
+    *mamba1.records,
+    *mamba2.records,
 )
 
 

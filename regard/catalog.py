@@ -7,14 +7,17 @@
 
 from __future__ import annotations
 
-from regard.mixers import gla, mamba1, mamba2, softmax
+from regard.mixers import ema, gla, griffin, hgrn, mamba1, mamba2, softmax
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
 
 RECORDS: tuple[Record, ...] = (
     *softmax.records,
+    *ema.records,
     *gla.records,
+    *griffin.records,
+    *hgrn.records,
     *mamba1.records,
     *mamba2.records,
 )

@@ -10,6 +10,8 @@ In `regard.recurrence`'s words q = C, k = B, v = dt x, without a scale; head h r
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,15 @@ from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtyp
 from regard.transitions import Decay
 
 __all__ = ["Mamba2", "records"]
+
+
+class _Inputs(NamedTuple):
+    """In the compute dtype: x (B, H, T, P), B and C (B, G, T, N), the steps dt (B, H, T)."""
+
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    dt: Tensor
 
 
 class Mamba2(RecurrentLayer):
@@ -86,8 +97,8 @@ class Mamba2(RecurrentLayer):
         return {"state": (self.heads, self.state_dim, self.head_dim), "tail": self.conv.state_shape}
 
     def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        z, x, *rest, tail = self._read(stream, states.get("tail"))
-        y, state = self._ssd(stream, x, *rest, states.get("state"))
+        z, inputs, tail = self._read(stream, states.get("tail"))
+        y, state = self._ssd(stream, inputs, inputs.x, states.get("state"))
         return y, z, {} if state is None else {"state": state, "tail": tail}
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
@@ -96,28 +107,26 @@ class Mamba2(RecurrentLayer):
         return out
 
     def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        _, x, *rest, _ = self._read(stream, None)
-        return self._ssd(stream, identity(stream, self.heads), *rest, None)[0], x
+        _, inputs, _ = self._read(stream, None)
+        return self._ssd(stream, inputs, identity(stream, self.heads), None)[0], inputs.x
 
-    def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(z, x (B, H, T, P), B and C (B, G, T, N), the steps (B, H, T), the convolution's new tail)."""
+    def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, _Inputs, Tensor]:
+        """(z, what the state space reads, the convolution's new tail)."""
         shared = self.groups * self.state_dim
         z, mixed, steps = self.in_proj(stream.x).split([self.width, self.width + 2 * shared, self.heads], -1)
         mixed, tail = self.conv(stream, mixed, tail)
-        x, keys, queries = mixed.split([self.width, shared, shared], -1)
+        x, B, C = mixed.to(compute_dtype(mixed)).split([self.width, shared, shared], -1)
         dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
-        return z, split_heads(x, self.heads), split_heads(keys, self.groups), split_heads(queries, self.groups), dt, tail
+        heads = split_heads(x, self.heads), split_heads(B, self.groups), split_heads(C, self.groups)
+        return z, _Inputs(*heads, dt), tail
 
-    def _ssd(
-        self, stream: Stream, x: Tensor, keys: Tensor, queries: Tensor, dt: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        wide = compute_dtype(x)
-        q, k, x = queries.to(wide), keys.to(wide), x.to(wide)
-        decay, v = Decay(step_decay(dt, self.A_log[:, None])), dt[..., None] * x
-        skip = self.D.to(wide)[:, None, None] * x
+    def _ssd(self, stream: Stream, given: _Inputs, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x = x.to(given.x.dtype)
+        decay = Decay(step_decay(given.dt, self.A_log[:, None]))
+        v, skip = given.dt[..., None] * x, self.D.to(x.dtype)[:, None, None] * x
         if self.bidirectional:
-            return stream.recur_both_ways(q, k, v, decay, scale=1.0) + skip, None
-        y, state = stream.recur(q, k, v, decay, state, scale=1.0)
+            return stream.recur_both_ways(given.C, given.B, v, decay, scale=1.0) + skip, None
+        y, state = stream.recur(given.C, given.B, v, decay, state, scale=1.0)
         return y + skip, state
 
 

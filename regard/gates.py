@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from regard.masks.checks import whole
 __all__ = [
     "bounded_decay",
     "complement_decay",
+    "fixed_slopes",
     "lightning_slopes",
     "logsigmoid_decay",
     "lower_bounded_decay",
@@ -139,6 +141,20 @@ def retention_slopes(heads: int) -> Tensor:
     0.0317486983145803
     """
     return -torch.log1p(-torch.exp2(-5.0 - torch.arange(whole("heads", heads, 1), dtype=torch.float64)))
+
+
+def fixed_slopes(slopes: Tensor | Sequence[float], heads: int) -> tuple[float, ...]:
+    """Decay rates that a layer keeps as plain numbers, so that no cast of the layer rounds them: one per head, >= 0.
+
+    Raises ValueError for another count, and for a rate that is negative or not finite.
+
+    >>> fixed_slopes([0.5, 0.25], 2)
+    (0.5, 0.25)
+    """
+    found = tuple(float(slope) for slope in (slopes.tolist() if isinstance(slopes, Tensor) else slopes))
+    if len(found) != heads or not all(0.0 <= slope < math.inf for slope in found):
+        raise ValueError(f"slopes: expected {heads} finite decay rates >= 0 (nats per token), got {list(found)}")
+    return found
 
 
 def rglru_decay(gate: Tensor, p: Tensor, c: float = 8.0) -> Tensor:

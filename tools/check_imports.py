@@ -8,7 +8,8 @@ Layers, highest first; a module imports from its own layer or a lower one, never
     7 training, testing, analysis  4 nn         1 backends
     6 models                       3 mixers     0 vocabulary: masks, biases, positions, caches, errors ...
 
-and besides: no mixer imports another (shared code lives in mixers/base.py, parts.py and recurrent.py); a backend (a
+and besides: no mixer imports another (shared code lives in mixers/base.py, parts.py, recurrent.py and
+delta_rule.py); a backend (a
 module of backends/ that defines `reject`) is imported by backends/__init__.py only, but for `reference`, which is the
 definition;
 nothing below the top layer imports from the package's front page `regard` itself; a package other than torch and the
@@ -38,7 +39,7 @@ LAYERS = {
     "__main__": 8,
 }
 TOP = 8
-SHARED_BY_MIXERS = {"base", "parts", "recurrent"}
+SHARED_BY_MIXERS = {"base", "delta_rule", "parts", "recurrent"}
 # The command line's own modules, which `regard.cli` imports inside its `main`, need its two packages at import time.
 ALLOWED_AT_IMPORT = {"regard.cli.commands": {"typer", "rich"}, "regard.cli.generating": {"rich"}}
 

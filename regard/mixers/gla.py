@@ -1,4 +1,4 @@
-"""Gated linear attention: a decay per key channel, computed from the token.
+"""Gated linear attention: a decay per key channel, or per head, computed from the token.
 
     g_t = log sigmoid(W_2 W_1 x_t + b) / tau,   S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t / sqrt(Dk)
     y_t = W_o (rmsnorm_head(o_t) * silu(W_g x_t))
@@ -8,16 +8,41 @@ Yang et al. 2023, arXiv:2312.06635.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from regard.gates import logsigmoid_decay
 from regard.masks.checks import whole
 from regard.mixers.base import Record
-from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
+from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
 from regard.transitions import Decay
 
-__all__ = ["GatedLinearAttention", "records"]
+__all__ = ["GLADecay", "GatedLinearAttention", "records"]
+
+
+@dataclass(frozen=True)
+class GLADecay:
+    """How `GatedLinearAttention` makes its log-decay, ``log sigmoid(W x + b) / tau``.
+
+    Args:
+        rank: inner width of the projection; None for one whole matrix.
+        tau: divides the log-decay: larger remembers longer.
+        low: the log-decay is clamped from below at this number <= 0 (nats per token), if given.
+        per_head: one decay for all key channels of a head ("simple GLA").
+    """
+
+    rank: int | None = 16
+    tau: float = 16.0
+    low: float | None = None
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.tau > 0:
+            raise ValueError(f"tau: expected a number > 0, got {self.tau}")
+        if self.low is not None and not self.low <= 0:
+            raise ValueError(f"low: expected None or a number <= 0 (nats per token), got {self.low}")
 
 
 class GatedLinearAttention(RecurrentLayer):
@@ -28,13 +53,13 @@ class GatedLinearAttention(RecurrentLayer):
         heads: H.
         key_dim: Dk of a head; ``dim // (2 * heads)`` by default.
         value_dim: Dv of a head; ``dim // heads`` by default.
-        rank: inner width of the decay's projection.
-        tau: divides the log-decay: larger remembers longer.
+        decay: how the decay is made.
         bidirectional: every token also reads those after it, by a second pass over the reversed tokens with the same
-            parameters (a token reads itself once); then the layer has no cache.
+            parameters (a token reads itself once); then the layer takes neither a cache nor a mask.
 
-    Parameters: ``q_proj k_proj v_proj g_proj o_proj`` (heads contiguous), ``decay_down decay_up``, ``norm``. The state
-    is (Dk, Dv) per head. Raises ValueError for sizes that do not divide.
+    Parameters: ``q_proj k_proj v_proj g_proj o_proj`` (heads contiguous), ``decay_proj`` (``0`` and ``1`` where
+    low-rank), ``norm``. The state is (Dk, Dv) per head. Raises ValueError for sizes below 1 and numbers out of
+    range.
 
     >>> import torch
     >>> GatedLinearAttention(64, 4)(torch.randn(2, 10, 64)).shape
@@ -48,22 +73,20 @@ class GatedLinearAttention(RecurrentLayer):
         *,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        rank: int = 16,
-        tau: float = 16.0,
+        decay: GLADecay | None = None,
         bidirectional: bool = False,
     ) -> None:
         super().__init__()
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
         self.key_dim = whole("key_dim", dim // (2 * heads) if key_dim is None else key_dim, 1)
         self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
-        self.tau, self.bidirectional = tau, bidirectional
+        self.decay, self.bidirectional = GLADecay() if decay is None else decay, bidirectional
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.q_proj = nn.Linear(dim, keys, bias=False)
         self.k_proj = nn.Linear(dim, keys, bias=False)
         self.v_proj = nn.Linear(dim, values, bias=False)
         self.g_proj = nn.Linear(dim, values, bias=False)
-        self.decay_down = nn.Linear(dim, rank, bias=False)
-        self.decay_up = nn.Linear(rank, keys)
+        self.decay_proj = low_rank(dim, self.decay.rank, heads if self.decay.per_head else keys, bias=True)
         self.norm = GatedRMSNorm(self.value_dim)
         self.o_proj = nn.Linear(values, dim, bias=False)
 
@@ -72,7 +95,7 @@ class GatedLinearAttention(RecurrentLayer):
 
     def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         out, state = self._recur(stream, split_heads(self.v_proj(stream.x), self.heads), states.get("state"))
-        return out, None, {} if state is None else {"state": state}
+        return out, None, {"state": state}
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
         gate = split_heads(self.g_proj(x), self.heads)
@@ -83,13 +106,14 @@ class GatedLinearAttention(RecurrentLayer):
         matrix, _ = self._recur(stream, identity(stream, self.heads), None)
         return matrix, split_heads(self.v_proj(stream.x), self.heads)
 
-    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k = (split_heads(proj(stream.x), self.heads) for proj in (self.q_proj, self.k_proj))
-        raw = split_heads(self.decay_up(self.decay_down(stream.x)), self.heads)
-        decay = Decay(logsigmoid_decay(raw, self.tau))
+        raw = split_heads(self.decay_proj(stream.x), self.heads)
+        log_decay = logsigmoid_decay(raw.squeeze(-1) if self.decay.per_head else raw, self.decay.tau, self.decay.low)
         if self.bidirectional:
-            return stream.recur_both_ways(q, k, v, decay), None
-        return stream.recur(q, k, v, decay, state)
+            out = stream.recur_both_ways(q, k, v, Decay(log_decay))
+            return out, out.new_zeros(0)  # no cache keeps a state
+        return stream.recur(q, k, v, Decay(log_decay), state)
 
 
 records = (
@@ -104,11 +128,20 @@ records = (
     ),
     Record(
         name="gla_bidirectional",
-        summary="gated linear attention in both directions, by two passes",
-        source="Yang et al. 2023, arXiv:2312.06635",
+        summary="gated linear attention over the tokens before and after",
+        source="Yang et al. 2023, arXiv:2312.06635, in two passes",
         build=lambda dim, heads: GatedLinearAttention(dim, heads, bidirectional=True),
         causal=False,
         cached=False,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+    Record(
+        name="simple_gla",
+        summary="gated linear attention with one decay per head",
+        source="Yang et al. 2023, arXiv:2312.06635; Peng et al. 2021, arXiv:2103.02143",
+        build=lambda dim, heads: GatedLinearAttention(dim, heads, decay=GLADecay(rank=None, per_head=True)),
+        causal=True,
         kind="recurrent",
         counts_slots=False,
     ),

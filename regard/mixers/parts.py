@@ -22,6 +22,7 @@ __all__ = [
     "Scores",
     "ShortConv",
     "l2_normalized",
+    "low_rank",
     "merge_heads",
     "split_heads",
 ]
@@ -148,6 +149,19 @@ def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def low_rank(dim: int, rank: int | None, out: int, *, bias: bool = False) -> nn.Module:
+    """A linear map from `dim` to `out` channels through `rank` of them, or one whole matrix where `rank` is None.
+
+    A bias is added at the end. ``0.weight`` (rank, dim) and ``1.weight`` (out, rank), or ``weight`` (out, dim).
+
+    >>> [tuple(w.shape) for w in low_rank(8, 2, 6, bias=True).state_dict().values()]
+    [(2, 8), (6, 2), (6,)]
+    """
+    if rank is None:
+        return nn.Linear(dim, out, bias=bias)
+    return nn.Sequential(nn.Linear(dim, whole("rank", rank, 1), bias=False), nn.Linear(rank, out, bias=bias))
 
 
 @dataclass(frozen=True)

@@ -75,15 +75,13 @@ class Stream:
         return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
 
     def recur_both_ways(self, q: Tensor, k: Tensor, v: Tensor, transition: Decay, scale: float | None = None) -> Tensor:
-        """`recur` from the first token on plus `recur` from the last one back, where a token reads itself once."""
-        out, _ = self.recur(q, k, v, transition, scale=scale)
-        decay = transition.log_decay
-        back = Decay(decay if decay is None or decay.ndim == 1 else decay.flip(2))
-        out = out + self.reversed().recur(q.flip(2), k.flip(2), v.flip(2), back, scale=scale)[0].flip(2)
-        wide = compute_dtype(q)
-        own = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * scale_of(scale, q.shape[3])
-        own = own.repeat_interleave(v.shape[1] // q.shape[1], 1)  # numbers, one a token and value head
-        return out - (own * v).to(out.dtype)
+        """`regard.recurrence` over the tokens and over the reversed tokens, added; a token reads itself once."""
+        back, decay = self.reversed(), transition.log_decay
+        past, _ = self.recur(q, k, v, transition, None, scale)
+        turned = decay if decay is None or decay.ndim == 1 else decay.flip(2)
+        future, _ = back.recur(q.flip(2), k.flip(2), v.flip(2), Decay(turned), None, scale)
+        own = (q * k).sum(-1, keepdim=True) * scale_of(scale, k.shape[3])
+        return past + future.flip(2) - own.repeat_interleave(v.shape[1] // k.shape[1], 1) * v
 
     def scan(self, log_a: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`regard.scan`."""
@@ -131,12 +129,11 @@ class RecurrentLayer(nn.Module):
     """A layer that remembers the past in a state of fixed size; ``(B, T, dim)`` in and out.
 
     Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix`, in which tokens meet, and
-    `write` (norm, gate, output projection). `matrix` is the first as a matrix. A layer that sets `bidirectional` also
-    reads later tokens, so it has no cache.
+    `write` (norm, gate, output projection). `matrix` is the first as a matrix.
     """
 
     dim: int
-    bidirectional: bool = False
+    bidirectional = False  # a token reads later ones too, so there is no cache
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every state, without the batch axis."""
@@ -199,7 +196,7 @@ class RecurrentLayer(nn.Module):
     ) -> StateCache:
         """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
         if self.bidirectional:
-            raise ValueError("bidirectional: a token reads later ones too, so nothing can be decoded with a cache")
+            raise ValueError("bidirectional: a layer that reads later tokens cannot decode, so it has no cache")
         weight = next(self.parameters())
         kind, place = compute_dtype(weight), device or weight.device
         states = {
@@ -223,11 +220,11 @@ class RecurrentLayer(nn.Module):
         check_tokens("x", x, self.dim)
         if context is not None:
             raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
-        accepted = "None" if self.bidirectional else "None or Causal(): the past is in a state"
-        if mask is not None and (self.bidirectional or not isinstance(mask, Causal)):
-            raise ValueError(f"mask: expected {accepted}, got {describe(mask)}")
-        if cache is not None and self.bidirectional:
-            raise ValueError("cache: expected None, the layer is bidirectional")
+        if self.bidirectional and (mask is not None or cache is not None):
+            name, one = ("cache", describe(cache)) if mask is None else ("mask", describe(mask))
+            raise ValueError(f"{name}: expected None in a layer that reads later tokens, got {one}")
+        if mask is not None and not isinstance(mask, Causal):
+            raise ValueError(f"mask: expected None or Causal(): the past is in a state, got {describe(mask)}")
         if cache is not None and not isinstance(cache, StateCache):
             raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
         if cache is not None and {n: tuple(t.shape[1:]) for n, t in cache.states.items()} != self.state_shapes():

@@ -8,7 +8,16 @@ a case's configuration and the names of its tensors: no shape, option or value o
 
 from collections.abc import Callable
 
-from golden_adapters import modules, rope, softmax_core, ssm, textbook, vector_state
+from golden_adapters import (
+    delta_layers,
+    modules,
+    recurrent_core,
+    rope,
+    softmax_core,
+    ssm,
+    textbook,
+    vector_state,
+)
 from golden_adapters.case import Case, Paths
 
 
@@ -28,6 +37,8 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     ),
     # their attention layers stand among the modules
     **{name: either(ssm.paths, modules.ADAPTERS[name]) for name in ("bamba", "jamba")},
+    **delta_layers.ADAPTERS,
+    **recurrent_core.ADAPTERS,
 }
 
 

@@ -169,7 +169,16 @@ class Run:
                 assert (ours[~given] == 0).all(), f"{where}: a row that may attend to nothing is not 0"
             ours, theirs, same = ours[given], theirs[given], same[given]
         difference = float((ours - theirs)[~same].abs().max()) if not same.all() else 0.0
-        assert difference <= self.atol, f"{where}: off by {difference:.3g}, allowed {self.atol:.3g}"
+        allowed = max(self.atol, self.rounding_of(name))
+        assert difference <= allowed, f"{where}: off by {difference:.3g}, allowed {allowed:.3g}"
+
+    def rounding_of(self, name: str) -> float:
+        """What two float32 runs may differ by in a gradient: thrice the peer's own distance from its float64 run.
+
+        The tolerance that a case states is made from its outputs alone, and some peers' own gradients miss it.
+        """
+        spread = self.case.meta.get("float32_vs_float64", {}).get(name, {})
+        return 3 * float(spread.get("max_abs", 0.0)) if self.dtype is None and name.startswith("grad.") else 0.0
 
     def peer_is_not_finite(self, name: str) -> bool:
         return name.replace("64.", ".") in {entry.replace("64.", ".") for entry in self.case.meta.get("non_finite", [])}

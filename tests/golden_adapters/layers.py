@@ -79,7 +79,7 @@ def build(
 def run(
     case: Case,
     wanted: frozenset[str],
-    layer: MultiHeadAttention,
+    layer: Any,
     state: State,
     x: Tensor,
     context: Tensor | None = None,
@@ -102,7 +102,7 @@ def run(
 
 
 def in_pieces(
-    layer: MultiHeadAttention,
+    layer: Any,
     splits: list[int],
     x: Tensor,
     context: Tensor | None,
@@ -111,7 +111,8 @@ def in_pieces(
 ) -> Tensor:
     """The same input in pieces, through the layer's own cache; a context is given to the first call only."""
     cache = layer.init_cache(x.shape[0], x.shape[1] if context is None else context.shape[1])
-    dense = layer.bias.tensor if isinstance(layer.bias, Dense) else None
+    bias = getattr(layer, "bias", None)
+    dense = bias.tensor if isinstance(bias, Dense) else None
     outs, start = [], 0
     for length in splits:
         piece = slice(start, start + length)

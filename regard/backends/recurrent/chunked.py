@@ -160,8 +160,7 @@ class _Decays:
         """What chunk n leaves of a state (B, Hk, group, Dk, Dv)."""
         if self.sums is None:
             return state
-        total = self.total[:, :, :, n if self.total.shape[3] > 1 else 0, None, None]
-        return total * state if self.resets is None else torch.where(total == 0, 0.0, total * state)
+        return self.total[:, :, :, n if self.total.shape[3] > 1 else 0, None, None] * state
 
     def products(self, rows: list[Tensor], k: Tensor) -> list[Tensor]:
         """``sum_c x_ic k_jc exp(G_i - G_j)`` for j <= i, else 0, for each x in `rows`."""
@@ -188,8 +187,7 @@ class _ChannelDecays(_Decays):
         return k * self.ending
 
     def carried(self, state: Tensor, n: int) -> Tensor:
-        total = self.total[:, :, :, n, :, None]
-        return total * state if self.resets is None else torch.where(total == 0, 0.0, total * state)
+        return self.total[:, :, :, n, :, None] * state
 
     def products(self, rows: list[Tensor], k: Tensor) -> list[Tensor]:
         size, width = k.shape[-2], 1

@@ -4,8 +4,8 @@
     scan:            y_t = a_t * y_{t-1} + x_t
     selective_scan:  h = exp(dt_t A) * h + dt_t x_t B_t;  y_t = h C_t + D x_t
 
-A decay of -inf, and the first token of a segment, replace the old state by 0 (so whatever it held is gone, gradients
-included). Every other backend is compared with this one.
+A decay of -inf and the first token of a segment forget the old state exactly, gradients included. Every other backend
+is compared with this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
 
-__all__ = ["decayed", "defer", "reject", "run"]
+__all__ = ["defer", "reject", "run"]
 
 
 def reject(call: StateCall) -> str | None:
@@ -38,11 +38,6 @@ def run(call: StateCall) -> tuple[Tensor, Tensor]:
     return _selective_scan(call)
 
 
-def decayed(state: Tensor, log_decay: Tensor) -> Tensor:
-    """``exp(log_decay) * state``, and 0 where the decay is -inf, even of a state that is not finite."""
-    return torch.where(log_decay == -torch.inf, 0.0, torch.exp(log_decay) * state)
-
-
 def _opened(state: Tensor, starts: Tensor | None, t: int) -> Tensor:
     """The state that token t reads: 0 in rows where it opens a segment."""
     if starts is None:
@@ -62,7 +57,7 @@ def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
         state = _opened(state, call.starts, t)
         if decay is not None:
             now = decay if decay.ndim == 1 else decay[:, :, t]
-            state = decayed(state, now[..., None] if decay.ndim == 4 else now[..., None, None])
+            state = torch.exp(now[..., None] if decay.ndim == 4 else now[..., None, None]) * state
         key, value = k[:, :, t, :, None], v[:, :, t, None, :]
         if beta is not None:
             value = beta[:, :, t, None, None] * (value - (key * state).sum(-2, keepdim=True))
@@ -77,7 +72,8 @@ def _scan(call: ScanCall) -> tuple[Tensor, Tensor]:
     x, log_a = call.x.to(dtype), call.log_a.to(dtype)
     outs = []
     for t in range(x.shape[1]):
-        state = decayed(_opened(state, call.starts, t), log_a[:, t if log_a.shape[1] > 1 else 0]) + x[:, t]
+        a = torch.exp(log_a[:, t if log_a.shape[1] > 1 else 0])
+        state = a * _opened(state, call.starts, t) + x[:, t]
         outs.append(state)
     return torch.stack(outs, 1) if outs else x, state
 

@@ -51,7 +51,7 @@ def _scan(a: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     if tokens <= BLOCK:
         outs = []
         for t in range(tokens):
-            state = _carried(a[:, t], state) + x[:, t]
+            state = a[:, t] * state + x[:, t]
             outs.append(state)
         return torch.stack(outs, 1) if outs else x, state
     blocks = -(-tokens // BLOCK)
@@ -61,17 +61,12 @@ def _scan(a: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     )
     inside, product = [x[:, :, 0]], [a[:, :, 0]]
     for t in range(1, BLOCK):
-        inside.append(_carried(a[:, :, t], inside[-1]) + x[:, :, t])
+        inside.append(a[:, :, t] * inside[-1] + x[:, :, t])
         product.append(product[-1] * a[:, :, t])
     ends, last = _scan(product[-1], inside[-1], state)
     before = torch.cat((state[:, None], ends[:, :-1]), 1)
-    y = torch.stack([part + _carried(all_a, before) for part, all_a in zip(inside, product, strict=True)], 2)
+    y = torch.stack([part + all_a * before for part, all_a in zip(inside, product, strict=True)], 2)
     return y.flatten(1, 2)[:, :tokens], last
-
-
-def _carried(a: Tensor, state: Tensor) -> Tensor:
-    """``a * state``, and 0 where a is, even of a state that is not finite."""
-    return torch.where(a == 0, 0.0, a * state)
 
 
 def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:

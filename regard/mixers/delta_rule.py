@@ -1,0 +1,93 @@
+"""What the delta-rule layers share: all but the decay and the norm and gate of the output.
+
+    [q k v] = silu(conv([W_q x, W_k x, W_v x])),   q, k of length 1 in each head,   beta_t = beta_max sigmoid(W_b x_t)
+    S' = a_t * S_{t-1},   S_t = S' + beta_t k_t (v_t - S'^T k_t)^T,   o_t = S_t^T q_t / sqrt(Dk)
+
+With keys of length 1 the state stays bounded for beta in [0, 2]; above 1 a step can turn a direction of the state round
+(its eigenvalue 1 - beta is negative), which counting modulo two needs (Grazzi et al. 2024, arXiv:2411.12537).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from regard.masks.checks import whole
+from regard.mixers.parts import ShortConv, l2_normalized, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.transitions import Delta
+
+__all__ = ["DeltaRuleLayer"]
+
+
+class DeltaRuleLayer(RecurrentLayer):
+    """Queries, keys, values through a short convolution, and the recurrence; subclasses add `log_decay` and `write`.
+
+    Args:
+        dim: width of the tokens.
+        heads: H, of values, decays and strengths.
+        key_heads: Hk, of queries and keys; H by default. Value head h reads key head ``h // (H // Hk)``.
+        key_dim: Dk; ``dim // heads`` by default.
+        value_dim: Dv; ``expand * key_dim`` by default, `expand` being the class's.
+        taps: tokens that the convolution reads; 1 only scales each channel.
+        beta_max: the largest beta, in (0, 2].
+
+    Parameters: ``q_proj k_proj v_proj`` (heads contiguous), ``conv`` over their channels in that order, ``b_proj``.
+    The states are (H, Dk, Dv) and the convolution's last inputs."""
+
+    expand = 1
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        key_heads: int | None,
+        key_dim: int | None,
+        value_dim: int | None,
+        taps: int,
+        beta_max: float,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        self.key_heads = whole("key_heads", heads if key_heads is None else key_heads, 1)
+        if heads % self.key_heads:
+            raise ValueError(f"key_heads: expected a divisor of heads={heads}, got {key_heads}")
+        if isinstance(beta_max, bool) or not isinstance(beta_max, (int, float)) or not 0.0 < beta_max <= 2.0:
+            raise ValueError(f"beta_max: expected a number in (0, 2], beyond which states grow, got {beta_max!r}")
+        self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
+        self.value_dim = whole("value_dim", self.expand * self.key_dim if value_dim is None else value_dim, 1)
+        self.beta_max = float(beta_max)
+        keys, values = self.key_heads * self.key_dim, heads * self.value_dim
+        self.q_proj = nn.Linear(dim, keys, bias=False)
+        self.k_proj = nn.Linear(dim, keys, bias=False)
+        self.v_proj = nn.Linear(dim, values, bias=False)
+        self.conv = ShortConv(2 * keys + values, taps)
+        self.b_proj = nn.Linear(dim, heads, bias=False)
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """The log-decays of tokens (B, T, dim): (B, H, T), (B, H, T, Dk), or None."""
+        return None
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.heads, self.key_dim, self.value_dim), "conv": self.conv.state_shape}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        q, k, v, tail = self._heads(stream, states.get("conv"))
+        out, state = stream.recur(q, k, v, self._transition(stream.x), states.get("state"))
+        return out, None, {"state": state, "conv": tail}
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        q, k, v, _ = self._heads(stream, None)
+        matrix, _ = stream.recur(q, k, identity(stream, self.heads), self._transition(stream.x))
+        return matrix, v
+
+    def _heads(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, keys = stream.x, self.key_heads * self.key_dim
+        channels, tail = self.conv(stream, torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1), tail)
+        q, k, v = channels.split((keys, keys, channels.shape[-1] - 2 * keys), -1)
+        q, k = (l2_normalized(split_heads(part, self.key_heads)) for part in (q, k))
+        return q, k, split_heads(v, self.heads), tail
+
+    def _transition(self, x: Tensor) -> Delta:
+        beta = self.beta_max * torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))
+        return Delta(beta.transpose(1, 2), self.log_decay(x))

@@ -1,0 +1,90 @@
+"""Gated DeltaNet: the delta rule on a state that first decays, by a number per head and token.
+
+    g_t = -exp(A) softplus(W_a x_t + b),   S' = exp(g_t) S_{t-1},   S_t = S' + beta_t k_t (v_t - S'^T k_t)^T
+    y_t = W_o (rmsnorm_head(S_t^T q_t / sqrt(Dk)) * silu(W_g x_t))
+
+Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464. Qwen3-Next has twice as many value heads as key heads; OLMo Hybrid
+takes beta up to 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from regard.gates import softplus_decay, step_bias
+from regard.mixers.base import Record
+from regard.mixers.delta_rule import DeltaRuleLayer
+from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
+
+__all__ = ["GatedDeltaNet", "records"]
+
+
+class GatedDeltaNet(DeltaRuleLayer):
+    """Gated DeltaNet; ``(B, T, dim)`` in and out, causal.
+
+    Args:
+        dim: width of the tokens.
+        heads: H, of values, decays, strengths and gates.
+        key_heads: Hk, of queries and keys, a divisor of H; H by default. Value head h reads key head
+            ``h // (H // Hk)``.
+        key_dim: Dk of a head; ``dim // heads`` by default.
+        value_dim: Dv of a head; ``2 * key_dim`` by default.
+        taps: tokens that the convolution reads.
+        beta_max: the largest writing strength beta, in (0, 2].
+        norm: makes the output's norm from Dv: ``partial(GatedRMSNorm, eps=1e-6, gate="sigmoid")``, for instance.
+
+    Parameters: ``q_proj k_proj v_proj g_proj o_proj`` (heads contiguous), ``b_proj a_proj`` (H), ``conv`` over the
+    channels [q, k, v], ``A_log dt_bias`` (H), ``norm``; peers that pack projections keep the same rows in another
+    order. The states are (H, Dk, Dv) and the convolution's last ``taps - 1`` inputs. Raises ValueError for sizes
+    below 1, head counts that do not divide and a `beta_max` out of range.
+
+    >>> import torch
+    >>> GatedDeltaNet(64, 4, key_heads=2)(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    expand = 2
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        key_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        taps: int = 4,
+        beta_max: float = 1.0,
+        norm: Callable[[int], nn.Module] = GatedRMSNorm,
+    ) -> None:
+        super().__init__(dim, heads, key_heads, key_dim, value_dim, taps, beta_max)
+        values = heads * self.value_dim
+        self.a_proj = nn.Linear(dim, heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
+        self.dt_bias = nn.Parameter(step_bias(heads))
+        self.g_proj = nn.Linear(dim, values, bias=False)
+        self.norm = norm(self.value_dim)
+        self.o_proj = nn.Linear(values, dim, bias=False)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return softplus_decay(self.a_proj(x), self.A_log, self.dt_bias).transpose(1, 2)
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
+        return out
+
+
+records = (
+    Record(
+        name="gated_deltanet",
+        summary="the delta rule on a state with a decay per head and token",
+        source="Yang et al. 2024, arXiv:2412.06464",
+        build=lambda dim, heads: GatedDeltaNet(dim, heads, key_heads=heads if heads % 2 else heads // 2),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+)

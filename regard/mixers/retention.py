@@ -1,0 +1,119 @@
+"""Retention: linear attention with rotary positions and a fixed decay per head.
+
+    S_t = gamma_h S_{t-1} + rot(k_t) v_t^T,   o_t = S_t^T rot(q_t) / sqrt(Dk),   gamma_h = 1 - 2^(-5 - h)
+    y_t = W_o (rmsnorm_head(o_t) * silu(W_g x_t))
+
+The paper also divides rows by sums of their weights; the norm that follows takes such a factor out again. Sun et al.
+2023, arXiv:2307.08621.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from regard.gates import fixed_slopes, retention_slopes
+from regard.masks.checks import whole
+from regard.mixers.base import Record
+from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.positions import Rotary
+from regard.transitions import Decay
+
+__all__ = ["Retention", "records", "retention_rotary"]
+
+
+def retention_rotary(key_dim: int) -> Rotary:
+    """RetNet's rotation: adjacent pairs, with frequencies from 1 to 1/10000, both ends included.
+
+    >>> retention_rotary(8).frequencies()[-1].item()
+    0.0001
+    """
+    pairs = key_dim // 2  # base^(-m / pairs) is to be 10000^(-m / (pairs - 1))
+    return Rotary(key_dim, base=10000.0 ** (pairs / (pairs - 1)) if pairs > 1 else 10000.0, style="interleaved")
+
+
+class Retention(RecurrentLayer):
+    """Multi-scale retention; ``(B, T, dim)`` in and out, causal.
+
+    Args:
+        dim: width of the tokens.
+        heads: H.
+        key_dim: Dk of a head; ``dim // heads`` by default.
+        value_dim: Dv of a head; ``2 * dim // heads`` by default.
+        slopes: H decay rates >= 0, nats per token; ``-log(1 - 2^(-5 - h))`` by default.
+        rotary: positions of queries and keys: True for the paper's (`retention_rotary`), False for none, or a `Rotary`.
+        eps: of the norm of each head.
+
+    Parameters: ``q_proj k_proj v_proj g_proj o_proj`` (heads contiguous), ``norm`` (Dv). The state is (Dk, Dv) per
+    head. Raises ValueError for sizes below 1, an odd Dk to rotate, another number of slopes than heads, and slopes
+    out of range.
+
+    >>> import torch
+    >>> Retention(64, 4)(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        slopes: Tensor | Sequence[float] | None = None,
+        rotary: Rotary | bool = True,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
+        self.value_dim = whole("value_dim", 2 * dim // heads if value_dim is None else value_dim, 1)
+        with torch.device("cpu"):
+            self.slopes = fixed_slopes(retention_slopes(heads) if slopes is None else slopes, heads)
+        self.rotary = (retention_rotary(self.key_dim) if rotary else None) if isinstance(rotary, bool) else rotary
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        self.q_proj = nn.Linear(dim, keys, bias=False)
+        self.k_proj = nn.Linear(dim, keys, bias=False)
+        self.v_proj = nn.Linear(dim, values, bias=False)
+        self.g_proj = nn.Linear(dim, values, bias=False)
+        self.norm = GatedRMSNorm(self.value_dim, eps=eps)
+        self.o_proj = nn.Linear(values, dim, bias=False)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.heads, self.key_dim, self.value_dim)}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        out, state = self._recur(stream, split_heads(self.v_proj(stream.x), self.heads), states.get("state"))
+        return out, None, {"state": state}
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
+        return out
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        matrix, _ = self._recur(stream, identity(stream, self.heads), None)
+        return matrix, split_heads(self.v_proj(stream.x), self.heads)
+
+    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = stream.x
+        q, k = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj))
+        if self.rotary is not None:
+            q, k = self.rotary(q, stream.positions), self.rotary(k, stream.positions)
+        decay = Decay(-torch.tensor(self.slopes, dtype=compute_dtype(x), device=x.device))
+        return stream.recur(q, k, v, decay, state)
+
+
+records = (
+    Record(
+        name="retention",
+        summary="linear attention with rotary positions and a fixed decay per head",
+        source="Sun et al. 2023, arXiv:2307.08621",
+        build=lambda dim, heads: Retention(dim, heads),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+)

@@ -29,6 +29,8 @@ from regard.nn import (
 )
 from regard.testing import Subject
 
+NAMES = ["mamba2", "mamba", "jamba", "rglru", "hgrn", "ema", "mega_ema"]
+
 
 def randomised(make, dim):
     return Subject("", make, dim).layer()
@@ -206,7 +208,7 @@ def test_a_forget_gate_that_rounds_to_1_still_learns():
     assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["mamba2", "mamba", "jamba", "rglru", "hgrn", "ema", "mega_ema"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_projection_bias_does_not_leak_through_padding(name):
     """A padded token, projected, is not 0: it must not reach the convolution of the first real tokens."""
     layer = randomised(lambda: find(name).build(16, 4), 16)
@@ -217,6 +219,37 @@ def test_a_projection_bias_does_not_leak_through_padding(name):
     keep = torch.tensor([[False, False, True, True, False, True, True, True, False]])
     got = layer(x.masked_fill(~keep[..., None], 7.0), keep=keep)
     torch.testing.assert_close(got[keep], layer(x[keep][None])[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_has_no_gradient_and_leaves_the_states_alone(name):
+    layer = randomised(lambda: find(name).build(16, 4), 16)
+    x = torch.randn(2, 10, 16, dtype=torch.float64, requires_grad=True)
+    keep = torch.tensor([[False] * 3 + [True] * 4 + [False, True, True], [True, False] + [True] * 5 + [False] * 3])
+    layer(x, keep=keep)[keep].square().sum().backward()
+    assert (x.grad[~keep] == 0).all() and (x.grad[keep] != 0).any()
+    with torch.no_grad():
+        padded = layer.init_cache(2, 0)
+        for part in (slice(0, 5), slice(5, 10)):
+            layer(x[:, part], keep=keep[:, part], cache=padded)
+        for row in range(2):
+            alone = layer.init_cache(1, 0)
+            layer(x[row][keep[row]][None], cache=alone)
+            for state, want in zip(padded.states.values(), alone.states.values(), strict=True):
+                torch.testing.assert_close(state[row : row + 1], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, on the first jvp
+@pytest.mark.parametrize("name", [*NAMES, "mamba2_bidirectional", "mega_ema_bidirectional"])
+def test_forward_derivatives_and_vmap(name):
+    layer = randomised(lambda: find(name).build(16, 4), 16)
+    x, direction = torch.randn(2, 2, 5, 16, dtype=torch.float64)
+    _, slope = torch.func.jvp(layer, (x,), (direction,))
+    step = 1e-6
+    want = (layer(x + step * direction) - layer(x - step * direction)) / (2 * step)
+    torch.testing.assert_close(slope, want, rtol=0, atol=1e-7)
+    each = torch.func.vmap(layer)(torch.stack([x, direction]))
+    torch.testing.assert_close(each, torch.stack([layer(x), layer(direction)]), rtol=0, atol=1e-12)
 
 
 def test_biases_of_mambas_projections_do_not_leak():

@@ -267,8 +267,9 @@ def griffin_attention(
 
     Only the output projection has a bias. De et al. 2024, arXiv:2402.19427; its authors' code reads window + 1 keys.
 
-    >>> griffin_attention(64, 8, 16).mask
-    Window(16)
+    >>> layer = griffin_attention(64, 8, 16)
+    >>> layer.mask, layer.kv_heads, layer.rotary.dim
+    (Window(w=16), 1, 4)
     """
     size = dim // heads if head_dim is None else head_dim
     return MultiHeadAttention(

@@ -73,6 +73,8 @@ class Retention(RecurrentLayer):
         self.value_dim = whole("value_dim", 2 * dim // heads if value_dim is None else value_dim, 1)
         with torch.device("cpu"):
             self.slopes = fixed_slopes(retention_slopes(heads) if slopes is None else slopes, heads)
+        if rotary is True and self.key_dim % 2:
+            raise ValueError(f"key_dim: expected an even number of channels to rotate, got {self.key_dim}")
         self.rotary = (retention_rotary(self.key_dim) if rotary else None) if isinstance(rotary, bool) else rotary
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.q_proj = nn.Linear(dim, keys, bias=False)

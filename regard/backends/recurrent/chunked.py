@@ -10,6 +10,9 @@ channel enters the products of queries with keys: there each pair of neighbourin
 product, with the later span's first token as the reference, so both factors are at most 1. A hard reset (-inf, or the
 start of a segment) is counted beside G: pairs with a reset between them have the weight 0.
 
+Chunks are unrolled in a compiled graph, which is therefore made anew for another length. A graph exported with a free
+length takes all tokens as one chunk, with the memory of T^2 pairs (times Dk, with a decay per channel).
+
 (Yang et al. 2024, arXiv:2406.06484, eq. 8-11; Yang et al. 2023, arXiv:2312.06635, sec. 4; Dao and Gu 2024,
 arXiv:2405.21060, listing 1.)
 """
@@ -43,6 +46,9 @@ def defer(call: RecurrenceCall) -> str | None:
 def run(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     """(output, last state), both in the compute dtype."""
     batch, key_heads, heads, tokens, key_dim, value_dim = call.sizes
+    if not _free(tokens):  # constants of a compiled graph: as symbols they take a minute to trace
+        constants = (len(range(size)) for size in (key_heads, heads, tokens, key_dim, value_dim))
+        key_heads, heads, tokens, key_dim, value_dim = constants
     dtype, state = call.compute_dtype, call.first_state()
     if not tokens or not batch or not heads:
         return call.v.new_zeros(batch, heads, tokens, value_dim, dtype=dtype), state
@@ -50,9 +56,12 @@ def run(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
 
     def chunks(x: Tensor, head_groups: int) -> Tensor:
         """(B, H, T, ...) as (B, Hk, group, N, C, ...), padded with zeros: no decay, nothing written."""
-        x = F.pad(x, [0, 0] * (x.ndim - 3) + [0, -tokens % size])
-        split: Tensor = x.unflatten(2, (-1, size)).unflatten(1, (-1, head_groups))
-        return split
+        if _free(size):
+            split = x.unsqueeze(2)
+        else:
+            split = F.pad(x, [0, 0] * (x.ndim - 3) + [0, -tokens % size]).unflatten(2, (-1, size))
+        grouped: Tensor = split.unflatten(1, (-1, head_groups))
+        return grouped
 
     q, k = chunks(call.q.to(dtype) * call.scale, 1), chunks(call.k.to(dtype), 1)
     v = chunks(call.v.to(dtype), group)
@@ -84,8 +93,15 @@ def run(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     return out.flatten(3, 4).flatten(1, 2)[:, :, :tokens], state.flatten(1, 2)
 
 
+def _free(size: int) -> bool:
+    """Whether a size is a variable of a graph that is being exported."""
+    return not isinstance(size, int)
+
+
 def _chunk_length(given: int | None, tokens: int) -> int:
     """The largest power of two within the wanted size that the tokens need."""
+    if _free(tokens):
+        return tokens
     wanted = min(CHUNK if given is None else given, 1 << max(tokens - 1, 0).bit_length())
     return 1 << (wanted.bit_length() - 1)
 
@@ -118,6 +134,8 @@ def _decays(call: RecurrenceCall, chunks: Any, group: int, dtype: torch.dtype) -
 
 def _sums_since_reset(x: Tensor, resets: Tensor) -> Tensor:
     """Running sums over axis 4 that start again at every reset: then no gradient crosses one, not even by rounding."""
+    if _free(x.shape[4]):
+        return x.cumsum(4)
     step = 1
     while step < x.shape[4]:
         early, late = slice(None, -step), slice(step, None)
@@ -192,6 +210,13 @@ class _ChannelDecays(_Decays):
     def products(self, rows: list[Tensor], k: Tensor) -> list[Tensor]:
         size, width = k.shape[-2], 1
         assert self.sums is not None
+        if _free(size):
+            past = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()[..., None]
+            if self.resets is not None:
+                past = past & (self.resets.unsqueeze(-2) == self.resets.unsqueeze(-3))
+            exponent = (self.sums.unsqueeze(-2) - self.sums.unsqueeze(-3)).to(self.dtype)
+            weighted = torch.exp(torch.where(past, exponent, -torch.inf)) * k.unsqueeze(-3)
+            return [(x.unsqueeze(-2) * weighted).sum(-1) for x in rows]
         found = [(x * k).sum(-1)[..., None, None].expand(*self.sums.shape[:-1], 1, 1) for x in rows]
         while width < size:  # spans of `width` tokens in pairs: the earlier one's keys, the later one's rows
 

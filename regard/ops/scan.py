@@ -122,7 +122,7 @@ def selective_scan(
     states = A.shape[1]
     check_shape("A", A, (width, states))
     for name, given, size in (("dt", dt, width), ("B", B, states), ("C", C, states)):
-        check_float(name, given, 3, str((batch, tokens, size)), x)
+        check_float(name, given, 3, (batch, tokens, size), x)
         check_shape(name, given, (batch, tokens, size))
     if D is not None:
         check_float("D", D, 1, f"({width},)", x)

@@ -7,7 +7,20 @@
 
 from __future__ import annotations
 
-from regard.mixers import delta_net, gated_delta_net, gla, kda, lightning, retention, softmax
+from regard.mixers import (
+    delta_net,
+    ema,
+    gated_delta_net,
+    gla,
+    griffin,
+    hgrn,
+    kda,
+    lightning,
+    mamba1,
+    mamba2,
+    retention,
+    softmax,
+)
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
@@ -15,10 +28,15 @@ __all__ = ["RECORDS", "Record", "find"]
 RECORDS: tuple[Record, ...] = (
     *softmax.records,
     *delta_net.records,
+    *ema.records,
     *gated_delta_net.records,
     *gla.records,
+    *griffin.records,
+    *hgrn.records,
     *kda.records,
     *lightning.records,
+    *mamba1.records,
+    *mamba2.records,
     *retention.records,
 )
 

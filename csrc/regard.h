@@ -20,6 +20,7 @@ typedef struct regard_attention {
   const void *q, *k, *v;
   void *out;   // (B, Hq, Tq, Dv): the output in `dtype`, or in float32 when out_f32 is not 0
   float *lse;  // (B, Hq, Tq) contiguous, natural log; -inf where no key is allowed
+  float *lse_low;  // (B, Hq, Tq) contiguous: what `lse` lost by rounding, as the set's own backward pass reads it; or null
   int32_t out_f32;
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];  // batch, head, token
 

@@ -13,6 +13,11 @@ enum Status { kOk = 0, kNoMemory = 1 };
 
 REGARD_INLINE int threads() { return omp_get_max_threads(); }
 
+constexpr int kFewRows = 16;  // query rows of a kv head, all its heads together, that count as few
+
+// The choice of kernel depends on the shape of one row's work alone, never on the batch or the number of keys.
+REGARD_INLINE bool has_few_rows(const Call &x) { return x.q_len * (x.q_heads / x.kv_heads) <= kFewRows; }
+
 // Key columns that the interval, the prefix and the length leave to a row: [0, prefix) and [low, high).
 struct Reach {
   int64_t prefix, low, high;
@@ -158,6 +163,9 @@ void drop(const Call &x, const Query &q, float *p, int64_t first, int64_t n) {
   for (int64_t c = 0; c < n; ++c) p[c] = mix(line ^ (column + (uint32_t)c)) >= least ? p[c] : 0.0f;
 }
 REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f / (1.0f - x.dropout_p) : 0.0f; }
+
+// A log-sum-exp in base 2; never inlined, so that the forward and the backward pass round alike.
+__attribute__((noinline)) float lse_base_2(float lse) { return lse * kLog2e; }
 
 // Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
 bool is_read(const Call &x, int64_t batch, int64_t column) {

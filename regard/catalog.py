@@ -7,7 +7,21 @@
 
 from __future__ import annotations
 
-from regard.mixers import delta_net, gated_delta_net, gla, kda, kernel_linear, lightning, retention, softmax
+from regard.mixers import (
+    delta_net,
+    ema,
+    gated_delta_net,
+    gla,
+    griffin,
+    hgrn,
+    kda,
+    kernel_linear,
+    lightning,
+    mamba1,
+    mamba2,
+    retention,
+    softmax,
+)
 from regard.mixers.base import Record
 
 __all__ = ["RECORDS", "Record", "find"]
@@ -15,11 +29,16 @@ __all__ = ["RECORDS", "Record", "find"]
 RECORDS: tuple[Record, ...] = (
     *softmax.records,
     *delta_net.records,
+    *ema.records,
     *gated_delta_net.records,
     *gla.records,
+    *griffin.records,
+    *hgrn.records,
     *kda.records,
     *kernel_linear.records,
     *lightning.records,
+    *mamba1.records,
+    *mamba2.records,
     *retention.records,
 )
 

@@ -140,8 +140,8 @@ class Rebased(Quadratic):
 def symmetric_square(x: Tensor) -> Tensor:
     """(..., n) to (..., n (n + 1) / 2) with ``symmetric_square(x) . symmetric_square(y) = (x . y)^2``.
 
-    >>> symmetric_square(torch.tensor([3.0, 2.0])).square().tolist()  # x_1^2, sqrt(2) x_1 x_2, x_2^2
-    [81.0, 72.0, 16.0]
+    >>> symmetric_square(torch.tensor([3.0, 2.0])).tolist()  # x_1^2, sqrt(2) x_1 x_2, x_2^2
+    [9.0, 8.485280990600586, 4.0]
     """
     rows, columns = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
     twice = torch.where(rows == columns, x.new_ones(()), x.new_full((), math.sqrt(2)))

@@ -1,6 +1,6 @@
 """How fast a state forgets: every log-decay formula, once. All give nats per token, at most 0, in float32 or float64.
 
-    softplus      -exp(A) softplus(x + b)                 Mamba-2, Gated DeltaNet, KDA
+    softplus      -exp(A) softplus(x + b)                 Gated DeltaNet, KDA; Mamba in two: a step, and its decay
     bounded       low sigmoid(exp(A) (x + b))             KDA with a lower bound
     logsigmoid    log sigmoid(x) / tau                    GLA
     slopes        -slope_h, constant                      lightning attention, RetNet
@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.biases import alibi_slopes
@@ -35,7 +34,9 @@ __all__ = [
     "retention_slopes",
     "rglru_decay",
     "softplus_decay",
+    "softplus_step",
     "step_bias",
+    "step_decay",
 ]
 
 
@@ -43,20 +44,51 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``. Not torch's own, which is x above 20 and whose strides differ from what compilers assume."""
+    x = _wide(x)
+    return torch.logaddexp(x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def _logsigmoid(x: Tensor) -> Tensor:
-    return F.logsigmoid(_wide(x).contiguous())  # compiled graphs assume strides that the CPU's kernel does not keep
+    return -_softplus(-x)
+
+
+def softplus_step(x: Tensor, bias: Tensor | None = None, limits: tuple[float, float] = (0.0, float("inf"))) -> Tensor:
+    """``softplus(x + bias)`` clamped to `limits`: Mamba's steps (dt), in tokens of its time.
+
+    Gu and Dao 2023, arXiv:2312.00752; Dao and Gu 2024, arXiv:2405.21060. Raises ValueError unless
+    ``0 <= low <= high``.
+
+    >>> softplus_step(torch.zeros(1), limits=(0.0, 0.5)).item()
+    0.5
+    """
+    low, high = limits
+    if not 0.0 <= low <= high:
+        raise ValueError(f"limits: expected numbers with 0 <= low <= high, got {limits}")
+    step = _softplus(x if bias is None else _wide(x) + _wide(bias))
+    return step if (low, high) == (0.0, float("inf")) else step.clamp(low, high)
+
+
+def step_decay(step: Tensor, log_rate: Tensor) -> Tensor:
+    """``-exp(log_rate) * step``, nats per token: what a state forgets in a step. `log_rate` is often called A_log.
+
+    >>> step_decay(torch.ones(1), torch.zeros(1)).item()
+    -1.0
+    """
+    return -torch.exp(_wide(log_rate)) * _wide(step)
 
 
 def softplus_decay(x: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
     """``-exp(log_rate) * softplus(x + bias)``, nats per token.
 
-    `log_rate` (often called A_log) and `bias` (dt_bias) broadcast against x. Dao and Gu 2024, arXiv:2405.21060; Yang et
-    al. 2024, arXiv:2412.06464; Kimi team 2025, arXiv:2510.26692.
+    `log_rate` (often called A_log) and `bias` (dt_bias) broadcast against x. Yang et al. 2024, arXiv:2412.06464; Kimi
+    team 2025, arXiv:2510.26692.
 
     >>> softplus_decay(torch.zeros(1), torch.zeros(1), torch.zeros(1)).item()  # -log 2
     -0.6931471824645996
     """
-    return -torch.exp(_wide(log_rate)) * F.softplus(_wide(x) + _wide(bias))
+    return step_decay(softplus_step(x, bias), log_rate)
 
 
 def bounded_decay(x: Tensor, log_rate: Tensor, bias: Tensor, low: float = -5.0) -> Tensor:
@@ -138,7 +170,7 @@ def rglru_decay(gate: Tensor, p: Tensor, c: float = 8.0) -> Tensor:
     >>> rglru_decay(torch.ones(1), torch.zeros(1)).item()
     -5.545177459716797
     """
-    return -c * _wide(gate) * F.softplus(_wide(p))
+    return -c * _wide(gate) * _softplus(p)
 
 
 def lower_bounded_decay(x: Tensor, low: Tensor | float = 0.0) -> Tensor:
@@ -169,7 +201,7 @@ def step_bias(count: int, low: float = 1e-3, high: float = 0.1, floor: float = 1
 
     Gu and Dao 2023, arXiv:2312.00752, sec. 3.6.
 
-    >>> 1e-4 <= F.softplus(step_bias(1)).item() <= 0.11
+    >>> 1e-4 <= _softplus(step_bias(1)).item() <= 0.11
     True
     """
     step = torch.exp(torch.empty(count).uniform_(math.log(low), math.log(high))).clamp_min(floor)

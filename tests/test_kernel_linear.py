@@ -330,7 +330,7 @@ def test_float32_first_tokens_whose_query_and_key_are_orthogonal():
     layer, x = drawn(LinearAttention(DIM, HEADS, key_dim=16, feature_map=Rebased, eps=1e-8)), tokens(20_000, 1, DIM)
     with torch.no_grad():
         want, got = (layer.to(dtype).mixed(x.float().to(dtype)).to(WIDE) for dtype in (WIDE, torch.float32))
-    assert float((got - want).abs().max()) < 0.05 * float(want.abs().max())  # 1.1 of it with sums in float32
+    assert float((got - want).abs().max()) < 0.05 * float(want.abs().max())  # with sums in float32, more than all of it
 
 
 # ---- wrong arguments -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ ORACLES = {
     "mqa": {"allowed": lambda i, j: j <= i},
     "gqa": {"allowed": lambda i, j: j <= i},
     "window": {"allowed": lambda i, j: 0 <= i - j < 4},
+    "griffin_attention": {"allowed": lambda i, j: 0 <= i - j < 4, "turned": 2},
     "alibi": {
         "allowed": lambda i, j: j <= i,
         "rotary": False,

@@ -248,6 +248,20 @@ def test_what_nobody_reads_may_hold_anything(junk, dtype):
                     assert (grad.transpose(1, 2)[unread] == 0).all()
 
 
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+def test_gradients_keep_their_accuracy_where_scores_are_large(q_len):
+    """Logits of thousands: weights recomputed from a rounded log-sum-exp would be off by their size times 1e-7."""
+    for softcap, bias in ((None, None), (None, Dense(made(1, 4, 1, 90) * 3e3)), (3e3, Alibi(4))):
+        q, k, v = (made(1, heads, n, 16) * size for heads, n, size in ((4, q_len, 30), (2, 90, 30), (2, 90, 1)))
+        low = [x.float() for x in (q, k, v)]
+        want = results("reference", *(x.double() for x in low), softcap=softcap, bias=bias, mask=Causal())
+        plain = results("reference", *low, softcap=softcap, bias=bias, mask=Causal())
+        got = results("native", *low, softcap=softcap, bias=bias, mask=Causal())
+        for one, rough, exact in zip(*([x.detach() for x in each] for each in (got, plain, want)), strict=True):
+            size = max(float(exact.abs().max()), 1.0)
+            assert (one - exact).abs().max() <= 3 * (rough - exact).abs().max() + 1e-5 * size
+
+
 def test_rows_that_may_attend_to_nothing_are_0():
     q, k, v = made(1, 2, 70, 8), made(1, 2, 80, 8), made(1, 2, 80, 8)
     truth = made(70, 80) > 0
@@ -417,11 +431,13 @@ def test_opcheck(options):
     leaves = {name: x.detach().requires_grad_() for name, x in trained.items() if x is not None}
     torch.library.opcheck(torch.ops.regard.attention_forward.default, (*plain._replace(**leaves), True))
     torch.library.opcheck(torch.ops.regard.attention_forward.default, (*plain, False))
-    out, lse = torch.ops.regard.attention_forward(*plain, True)
+    out, lse, low = torch.ops.regard.attention_forward(*plain, True)
     backward = torch.ops.regard.attention_backward.default
     wanted = [x is not None for x in trained.values()]
-    torch.library.opcheck(backward, (torch.randn_like(out), torch.randn_like(lse), out, lse, *plain, wanted))
-    torch.library.opcheck(backward, (torch.randn_like(out), None, out, lse, *plain, [False, True, False, False, False]))
+    torch.library.opcheck(backward, (torch.randn_like(out), torch.randn_like(lse), out, lse, low, *plain, wanted))
+    torch.library.opcheck(
+        backward, (torch.randn_like(out), None, out, lse, low, *plain, [False, True, False, False, False])
+    )
 
 
 def test_compiled_in_one_graph_and_exported():
@@ -466,16 +482,16 @@ def child(code: str, **environment: str) -> str:
 
 def test_the_structs_are_those_of_the_header():
     header = (ROOT / "csrc" / "regard.h").read_text(encoding="utf-8")
-    for name, record in (("regard_attention", library.CALL), ("regard_attention_grad", library.GRAD)):
+    structs = {"regard_attention": (library.CALL, library.OPTIONS), "regard_attention_grad": (library.GRAD,)}
+    for which, (name, records) in enumerate(structs.items()):
         body = re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", header, re.S)[1]
         fields = []
         for line in re.sub(r"//.*", "", body).split(";"):
             for piece in line.split(","):
                 if found := re.search(r"(\w+)(\[\d\])?$", piece.strip()):
                     fields.append(found[1])
-        assert fields == record.names
-        which = ["regard_attention", "regard_attention_grad"].index(name)
-        assert library.LIBRARY.regard_struct_size(which) == record.size
+        assert fields == [field for record in records for field in record.names]
+        assert library.LIBRARY.regard_struct_size(which) == sum(record.size for record in records)
 
 
 def test_there_is_one_openmp_runtime_and_it_follows_torch():

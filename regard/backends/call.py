@@ -62,7 +62,11 @@ class AttentionCall:
     @property
     def wants_grad(self) -> bool:
         """Whether autograd will record this call."""
-        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return (self.sink is not None or self.bias is not None) and any(t.requires_grad for t in self.tensors)
 
     @property
     def transformed(self) -> bool:
@@ -72,7 +76,9 @@ class AttentionCall:
     @property
     def under_derivatives(self) -> bool:
         """Whether forward-mode derivatives, or derivative transforms of torch.func, run through the call."""
-        if self.transformed and any(map(_tracks_gradients, self.tensors)):
+        if torch.compiler.is_compiling():
+            return False
+        if torch._C._are_functorch_transforms_active() and any(map(_tracks_gradients, self.tensors)):
             return True
         return _dual(self.tensors)
 

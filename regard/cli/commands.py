@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 __all__ = ["command"]
 
@@ -99,7 +99,7 @@ def list_mechanisms(
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table("name", "in one line", "kind", "causal", "source", box=None, pad_edge=False)
+    table = Table(Column("name", no_wrap=True), "in one line", "kind", "causal", "source", box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(("yes" if cell else "no") if isinstance(cell, bool) else str(cell) for cell in row.values()))
     Console().print(table)

@@ -15,6 +15,7 @@ from regard.mixers.recurrent import Stream
 
 __all__ = [
     "GatedRMSNorm",
+    "MambaShell",
     "Projections",
     "RMSNorm",
     "RelativePositionBias",
@@ -116,6 +117,28 @@ class ShortConv(nn.Module):
         """(the convolved tokens (B, T, channels), the new tail)."""
         y, tail = stream.conv(x, self.weight, self.bias, tail)
         return F.silu(y) if self.silu else y, tail
+
+
+@dataclass(frozen=True)
+class MambaShell:
+    """What stands round the state space in a Mamba layer.
+
+    Args:
+        taps: of the short convolution.
+        conv_bias: the convolution has a bias.
+        bias: the input and output projections have biases.
+        eps: of the norm before the output projection, where there is one.
+    """
+
+    taps: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        whole("taps", self.taps, 1)
+        if not self.eps >= 0:
+            raise ValueError(f"eps: expected a number >= 0, got {self.eps}")
 
 
 def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:

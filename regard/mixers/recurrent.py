@@ -26,7 +26,7 @@ from regard.ops.scan import scan, selective_scan
 from regard.tokens import Placed, place
 from regard.transitions import Decay, Delta
 
-__all__ = ["RecurrentLayer", "States", "Stream", "compute_dtype", "identity"]
+__all__ = ["RecurrentLayer", "States", "Stream", "compute_dtype", "identity", "scan_matrix"]
 
 States = Mapping[str, Tensor]
 
@@ -257,6 +257,14 @@ def identity(stream: Stream, heads: int) -> Tensor:
     batch, tokens, _ = stream.x.shape
     eye = torch.eye(tokens, dtype=stream.x.dtype, device=stream.x.device)
     return eye.expand(batch, heads, -1, -1)
+
+
+def scan_matrix(stream: Stream, log_a: Tensor) -> Tensor:
+    """(B, C, T, T): what `Stream.scan` does to each channel with the log-decays (B, T, C) or broadcasting to them."""
+    batch, tokens, _ = stream.x.shape
+    eye = torch.eye(tokens, dtype=compute_dtype(stream.x), device=stream.x.device)
+    eye = eye[None, :, None].expand(batch, -1, log_a.shape[2], -1)
+    return stream.scan(log_a[..., None], eye)[0].movedim(1, 2)
 
 
 def _named(arguments: dict[str, Any], context: bool = True) -> dict[str, Any]:

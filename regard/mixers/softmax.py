@@ -25,7 +25,7 @@ from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
 from regard.tokens import place
 
-__all__ = ["MultiHeadAttention", "records"]
+__all__ = ["MultiHeadAttention", "griffin_attention", "records"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -260,6 +260,29 @@ class MultiHeadAttention(nn.Module):
         return out if self.o_proj is None else self.o_proj(out)
 
 
+def griffin_attention(
+    dim: int, heads: int, window: int = 2048, *, kv_heads: int = 1, head_dim: int | None = None
+) -> MultiHeadAttention:
+    """Griffin's local attention: one key head, the `window` latest keys, rotary positions on half of each head.
+
+    Only the output projection has a bias. De et al. 2024, arXiv:2402.19427; its authors' code reads window + 1 keys.
+
+    >>> layer = griffin_attention(64, 8, 16)
+    >>> layer.mask, layer.kv_heads, layer.rotary.dim
+    (Window(w=16), 1, 4)
+    """
+    size = dim // heads if head_dim is None else head_dim
+    return MultiHeadAttention(
+        dim,
+        heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        projections=Projections(out_bias=True),
+        mask=Window(window),
+        rotary=Rotary(size // 2),
+    )
+
+
 def _heads_first(dim: int, heads: int) -> MultiHeadAttention:
     return MultiHeadAttention(dim, heads, mask=Causal(), rotary=Rotary(dim // heads))
 
@@ -298,6 +321,13 @@ records = (
         summary="sliding-window attention: the latest keys only, a ring cache",
         source="Beltagy et al. 2020, arXiv:2004.05150; Jiang et al. 2023, arXiv:2310.06825",
         build=lambda dim, heads: MultiHeadAttention(dim, heads, mask=Window(4), rotary=Rotary(dim // heads)),
+        causal=True,
+    ),
+    Record(
+        name="griffin_attention",
+        summary="Griffin's local attention: one key head, a window, half of each head rotates",
+        source="De et al. 2024, arXiv:2402.19427",
+        build=lambda dim, heads: griffin_attention(dim, heads, 4),
         causal=True,
     ),
     Record(

@@ -1,6 +1,16 @@
 """Whole models: blocks and stacks from parts, checkpoints of published families, generation of text."""
 
-from regard.models.blocks import Block, Embedding, NormedResidual, Parallel, PostNorm, PreNorm, Sandwich, Softcap
+from regard.models.blocks import (
+    Block,
+    Embedding,
+    MixerOnly,
+    NormedResidual,
+    Parallel,
+    PostNorm,
+    PreNorm,
+    Sandwich,
+    Softcap,
+)
 from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
 from regard.models.decoder import Decoder
@@ -36,6 +46,7 @@ __all__ = [
     "MixtureOfExperts",
     "Model",
     "ModelCache",
+    "MixerOnly",
     "NormedResidual",
     "Origin",
     "Parallel",

@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Block", "Embedding", "NormedResidual", "Parallel", "PostNorm", "PreNorm", "Sandwich", "Softcap"]
+__all__ = [
+    "Block",
+    "Embedding",
+    "MixerOnly",
+    "NormedResidual",
+    "Parallel",
+    "PostNorm",
+    "PreNorm",
+    "Sandwich",
+    "Softcap",
+]
 
 
 class Block(nn.Module):
@@ -34,6 +44,31 @@ class Block(nn.Module):
 
     def _drop(self, y: Tensor, p: float) -> Tensor:
         return F.dropout(y, p, self.training) if p and self.training else y
+
+
+class MixerOnly(nn.Module):
+    """``x + mixer(norm(x))``: a layer without a feed-forward part, as Mamba's (Gu and Dao 2023, arXiv:2312.00752).
+
+    With ``wide`` the residual stream is kept in at least float32, whatever the dtype of the parameters.
+    """
+
+    def __init__(self, mixer: nn.Module, norm: nn.Module, *, wide: bool = False) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = norm
+        self.wide = wide
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        dtype = next(self.norm.parameters()).dtype
+        stream = x.to(torch.promote_types(x.dtype, torch.float32)) if self.wide else x
+        out: Tensor = stream + self.mixer(self.norm(x.to(dtype)), **call)
+        return out
+
+    def init_cache(
+        self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Any:
+        """The mixer's cache."""
+        return self.mixer.init_cache(batch, capacity, dtype=dtype, device=device)  # type: ignore[operator]
 
 
 class PreNorm(Block):

@@ -13,7 +13,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["FusedQKV", "Ignored", "Reshape", "RotaryPermuted", "Row", "Same", "Transposed", "expand", "fused", "same"]
+__all__ = [
+    "FusedQKV",
+    "Ignored",
+    "Reshape",
+    "RotaryPermuted",
+    "Row",
+    "Same",
+    "Squeezed",
+    "Transposed",
+    "expand",
+    "fused",
+    "same",
+]
 
 
 class Reshape(Protocol):
@@ -50,6 +62,22 @@ class Transposed:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         (part,) = parts
         return part.t().contiguous()
+
+
+@dataclass(frozen=True)
+class Squeezed:
+    """A tensor stored with an axis of size 1 that the model's has not, as the kernels of depthwise convolutions."""
+
+    axis: int
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        if stored.shape[self.axis] != 1:
+            raise ValueError(f"shape {tuple(stored.shape)}; expected 1 at axis {self.axis}")
+        return (stored.squeeze(self.axis),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        return part.unsqueeze(self.axis)
 
 
 @dataclass(frozen=True)

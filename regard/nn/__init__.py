@@ -1,27 +1,40 @@
 """The layers, and the parts that they are built from."""
 
 from regard.mixers.delta_net import DeltaNet
+from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.gla import GatedLinearAttention, GLADecay
+from regard.mixers.griffin import GriffinRecurrent
+from regard.mixers.hgrn import HGRN, ForgetBounds
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.lightning import LightningAttention
-from regard.mixers.parts import GatedRMSNorm, Projections, RelativePositionBias, RMSNorm, Scores
+from regard.mixers.mamba1 import Mamba
+from regard.mixers.mamba2 import Mamba2
+from regard.mixers.parts import GatedRMSNorm, MambaShell, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.retention import Retention
-from regard.mixers.softmax import MultiHeadAttention
+from regard.mixers.softmax import MultiHeadAttention, griffin_attention
 from regard.nn.convert import from_torch
 
 __all__ = [
+    "DampedEMA",
     "DeltaNet",
+    "ExponentialMovingAverage",
+    "ForgetBounds",
     "GLADecay",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedRMSNorm",
+    "GriffinRecurrent",
+    "HGRN",
     "KDAGates",
     "KimiDeltaAttention",
     "LightningAttention",
     "LinearAttention",
     "LinearCrossAttention",
+    "Mamba",
+    "Mamba2",
+    "MambaShell",
     "MultiHeadAttention",
     "Projections",
     "RMSNorm",
@@ -29,4 +42,5 @@ __all__ = [
     "Retention",
     "Scores",
     "from_torch",
+    "griffin_attention",
 ]

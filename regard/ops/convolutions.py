@@ -78,14 +78,13 @@ def convolve(
     before = x.new_zeros(batch, reach, channels, dtype=dtype) if state is None else state.to(dtype)
     line, weight = torch.cat((before, x.to(dtype)), 1), weight.to(dtype)
     number = None if starts is None else torch.nn.functional.pad(starts.cumsum(1), (reach, 0))
-    y = line[:, reach:] * weight[:, reach]
-    for tap in range(reach):
-        term = line[:, tap : tap + tokens] * weight[:, tap]
-        if number is not None:
-            term = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], term, 0.0)
-        y = y + term
-    if bias is not None:
-        y = y + bias.to(dtype)
+    # One fused multiply-add a tap, oldest first: each rounds once, in the order of torch's own convolution.
+    y = (x.new_zeros(()) if bias is None else bias).to(dtype).expand(batch, tokens, channels)
+    for tap in range(reach + 1):
+        inputs = line[:, tap : tap + tokens]
+        if number is not None and tap < reach:
+            inputs = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], inputs, 0.0)
+        y = torch.addcmul(y, inputs, weight[:, tap])
     if lengths is None:
         tail, ids = line[:, tokens:], None if number is None else number[:, tokens:]
     else:

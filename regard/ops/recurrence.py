@@ -82,7 +82,7 @@ def recurrence(
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size)
-            out, last = backends.run(call, backend)
+            out, last = backends.dispatch(call, backend)
             return tied(out, call.tensors).to(q.dtype), last if lengths is None else last[:0]
 
         timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
@@ -90,7 +90,7 @@ def recurrence(
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v, *rest = parts
             strength = rest.pop(0) if beta is not None else None
-            return backends.run(
+            return backends.dispatch(
                 RecurrenceCall(q, k, v, strength, rest[0] if rest else decay, state, None, factor, chunk_size), backend
             )
 

@@ -63,12 +63,12 @@ def scan(
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = ScanCall(x, log_a, state, starts)
-            y, last = backends.run(call, backend)
+            y, last = backends.dispatch(call, backend)
             return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
         timed = log_a.expand(1, tokens, *log_a.shape[2:])
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
-            return backends.run(ScanCall(parts[0], parts[1], state, None), backend)
+            return backends.dispatch(ScanCall(parts[0], parts[1], state, None), backend)
 
         y, last = by_sequence(lengths, [(x, 1), (timed, 1)], state, body, axis=1)
         return y.to(x.dtype), last
@@ -122,7 +122,7 @@ def selective_scan(
     states = A.shape[1]
     check_shape("A", A, (width, states))
     for name, given, size in (("dt", dt, width), ("B", B, states), ("C", C, states)):
-        check_float(name, given, 3, str((batch, tokens, size)), x)
+        check_float(name, given, 3, (batch, tokens, size), x)
         check_shape(name, given, (batch, tokens, size))
     if D is not None:
         check_float("D", D, 1, f"({width},)", x)
@@ -137,12 +137,12 @@ def selective_scan(
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = SelectiveScanCall(x, dt, A, B, C, D, state, starts)
-            y, last = backends.run(call, backend)
+            y, last = backends.dispatch(call, backend)
             return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             x, dt, B, C = parts
-            return backends.run(SelectiveScanCall(x, dt, A, B, C, D, state, None), backend)
+            return backends.dispatch(SelectiveScanCall(x, dt, A, B, C, D, state, None), backend)
 
         y, last = by_sequence(lengths, [(each, 1) for each in (x, dt, B, C)], state, body, axis=1)
         return y.to(x.dtype), last

@@ -8,14 +8,36 @@ a case's configuration and the names of its tensors: no shape, option or value o
 
 from collections.abc import Callable
 
-from golden_adapters import delta_layers, kernel_linear, modules, recurrent_core, rope, softmax_core, textbook
+from golden_adapters import (
+    delta_layers,
+    kernel_linear,
+    modules,
+    recurrent_core,
+    rope,
+    softmax_core,
+    ssm,
+    textbook,
+    vector_state,
+)
 from golden_adapters.case import Case, Paths
+
+
+def either(*adapters: Callable[[Case], Paths | None]) -> Callable[[Case], Paths | None]:
+    """The first of these that covers a case."""
+    return lambda case: next((found for adapter in adapters if (found := adapter(case)) is not None), None)
+
 
 ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     "rope": rope.paths,
     "softmax_core": softmax_core.paths,
     "textbook_listing": textbook.paths,
     **modules.ADAPTERS,
+    **dict.fromkeys(("mamba1_selective_scan", "mamba2_ssd", "nemotron_h_mamba2"), ssm.paths),
+    **dict.fromkeys(
+        ("hgrn", "mega_ema", "recurrent_gemma_local_attention", "recurrent_gemma_rglru"), vector_state.paths
+    ),
+    # their attention layers stand among the modules
+    **{name: either(ssm.paths, modules.ADAPTERS[name]) for name in ("bamba", "jamba")},
     **delta_layers.ADAPTERS,
     **kernel_linear.ADAPTERS,
     **recurrent_core.ADAPTERS,

@@ -34,8 +34,9 @@ def layer(
     bias: Callable[[int, int, int], float] = lambda h, i, j: 0.0,
     softcap: float | None = None,
     rotary: bool = True,
+    turned: int | None = None,
 ) -> np.ndarray:
-    """One sequence (T, dim) through the layer, token by token and head by head."""
+    """One sequence (T, dim) through the layer, token by token and head by head; `turned` channels of a head rotate."""
 
     def project(name: str, row: np.ndarray) -> np.ndarray:
         out = weights[f"{name}.weight"] @ row
@@ -48,7 +49,9 @@ def layer(
         part = project(name, rows[t])[h * size : (h + 1) * size]
         if f"{norm}.weight" in weights:
             part = rms_norm(part, weights[f"{norm}.weight"])
-        return rotate(part, t) if rotary and context is None else part
+        if not rotary or context is not None:
+            return part
+        return np.concatenate([rotate(part[:turned], t), part[turned:]]) if turned else rotate(part, t)
 
     out = np.zeros_like(x)
     for i in range(len(x)):

@@ -9,10 +9,13 @@ from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
 from regard.models.layouts.gpt_oss import GPT_OSS
 from regard.models.layouts.llama import LLAMA, MISTRAL
+from regard.models.layouts.mamba2 import MAMBA2
+from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
 
 __all__ = ["LAYOUTS", "Layout", "Plan"]
 
 LAYOUTS: dict[str, Layout] = {
-    layout.model_type: layout for layout in (BERT, BLOOM, FALCON, GEMMA2, GPT_OSS, LLAMA, MISTRAL)
+    layout.model_type: layout
+    for layout in (BERT, BLOOM, FALCON, GEMMA2, GPT_OSS, LLAMA, MAMBA2, MISTRAL, RECURRENT_GEMMA)
 }
 """Every family that can be loaded, by its ``model_type``."""

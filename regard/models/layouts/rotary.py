@@ -39,13 +39,16 @@ class RotaryWithinContext(Rotary):
         return super().angles(positions, dtype)
 
 
-def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, partial: bool = False) -> Rotary:
+def rotary_from_config(
+    c: Config, head_dim: int, *, base: float = 10000.0, partial: bool = False, fraction: float = 1.0
+) -> Rotary:
     """The rotary part from ``rope_parameters``, or from the older ``rope_scaling``, ``rope_theta``,
     ``partial_rotary_factor``.
 
     Args:
         base: the family's default for ``rope_theta``.
         partial: whether the family rotates only a part of each head where ``partial_rotary_factor`` says so.
+        fraction: the family's default for ``partial_rotary_factor``.
 
     Raises:
         CheckpointError: naming a kind of scaling, or an option of it, that is not known.
@@ -54,7 +57,7 @@ def rotary_from_config(c: Config, head_dim: int, *, base: float = 10000.0, parti
     raw = older or newer
     where = f"{c.source}: rope_parameters"
     raw.setdefault("rope_theta", c.amount("rope_theta", base))
-    raw.setdefault("partial_rotary_factor", c.amount("partial_rotary_factor", 1.0))
+    raw.setdefault("partial_rotary_factor", c.amount("partial_rotary_factor", fraction))
     old = raw.pop("type", "default")
     kind = raw.pop("rope_type", old)
     if kind in ("llama3", "yarn"):

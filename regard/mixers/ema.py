@@ -1,0 +1,169 @@
+"""Exponential moving averages along time, per channel: the plain one, and Mega's damped multi-dimensional one.
+
+    plain:   z_t = alpha x_t + (1 - alpha) z_{t-1}
+    damped:  h_t[d, n] = p beta x_t[d] + (1 - p a) h_{t-1}[d, n],   p = sigmoid(delta), a = sigmoid(alpha)
+             out_t[d] = silu(sum_n gamma[d, n] h_t[d, n] / sqrt(N) + omega[d] x_t[d])
+
+Ma et al. 2022, arXiv:2209.10655, eq. 2-3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.gates import complement_decay
+from regard.masks.checks import whole
+from regard.mixers.base import Record
+from regard.mixers.parts import merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix
+
+__all__ = ["DampedEMA", "ExponentialMovingAverage", "records"]
+
+
+class ExponentialMovingAverage(RecurrentLayer):
+    """The exponential moving average of each channel, starting at 0; ``(B, T, dim)`` in and out, causal.
+
+    Args:
+        dim: width of the tokens.
+        alpha: the weight of the newest token to begin with, in (0, 1); it is learned per channel.
+
+    Parameters: ``logit`` (dim), ``alpha = sigmoid(logit)``. The state is z, one number per channel. ``M @ V`` is per
+    channel, ``V = x``. Raises ValueError for an alpha outside (0, 1). Cost: O(T dim).
+
+    >>> import torch
+    >>> ExponentialMovingAverage(1, alpha=0.5)(torch.ones(1, 3, 1)).flatten().tolist()
+    [0.5, 0.75, 0.875]
+    """
+
+    def __init__(self, dim: int, alpha: float = 0.5) -> None:
+        super().__init__()
+        self.dim = whole("dim", dim, 1)
+        if not 0.0 < alpha < 1.0:
+            raise ValueError(f"alpha: expected a number in (0, 1), got {alpha}")
+        self.logit = nn.Parameter(torch.full((dim,), math.log(alpha) - math.log1p(-alpha)))
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.dim,)}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        alpha, log_a = self._rates()
+        z, state = stream.scan(log_a, alpha * stream.x, states.get("state"))
+        return split_heads(z, self.dim), None, {"state": state}
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        return merge_heads(mixed).to(x.dtype)
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        alpha, log_a = self._rates()
+        return scan_matrix(stream, log_a) * alpha[:, None, None], split_heads(stream.x.to(alpha.dtype), self.dim)
+
+    def _rates(self) -> tuple[Tensor, Tensor]:
+        """(alpha (dim,), the log-decays (1, 1, dim))."""
+        alpha = torch.sigmoid(self.logit.to(compute_dtype(self.logit)))
+        return alpha, complement_decay(alpha)[None, None]
+
+
+class DampedEMA(RecurrentLayer):
+    """Mega's damped, multi-dimensional moving average; ``(B, T, dim)`` in and out, causal or in both directions.
+
+    Args:
+        dim: width of the tokens.
+        states: N, averages per channel.
+        bidirectional: a second average, with parameters of its own, runs from the last token back and is added; both
+            count the token itself. Then the layer has no cache.
+
+    Parameters: ``delta alpha beta gamma`` (dim, N), twice as many rows where bidirectional (the second half's run
+    back), and ``omega`` (dim). The state is N numbers per channel. ``M @ V`` is per channel, ``V = x``, omega is on M's
+    diagonal. Cost: O(T dim N) in time and memory.
+
+    >>> import torch
+    >>> DampedEMA(32, bidirectional=True)(torch.randn(2, 10, 32)).shape
+    torch.Size([2, 10, 32])
+    """
+
+    def __init__(self, dim: int, states: int = 16, *, bidirectional: bool = False) -> None:
+        super().__init__()
+        self.dim, self.states, self.bidirectional = whole("dim", dim, 1), whole("states", states, 1), bidirectional
+        rows = 2 * dim if bidirectional else dim
+        signs = torch.ones(states)
+        signs[1::2] = -1.0
+        self.delta = nn.Parameter(torch.randn(rows, states) * 0.2)
+        self.alpha = nn.Parameter(torch.randn(rows, states) * 0.2)
+        self.beta = nn.Parameter(signs + torch.randn(rows, states) * 0.02)
+        self.gamma = nn.Parameter(torch.randn(rows, states))
+        self.omega = nn.Parameter(torch.randn(dim))
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.dim, self.states)}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        log_q, write, read = self._rates()
+        x = stream.x.to(write.dtype)
+        first = slice(0, self.dim)
+        h, state = stream.scan(log_q[:, :, first], x[..., None] * write[first], states.get("state"))
+        y = (h * read[first]).sum(-1) + self.omega.to(x.dtype) * x
+        if self.bidirectional:
+            rest = slice(self.dim, None)
+            h, _ = stream.reversed().scan(log_q[:, :, rest], x.flip(1)[..., None] * write[rest])
+            return split_heads(y + (h * read[rest]).sum(-1).flip(1), self.dim), None, {}
+        return split_heads(y, self.dim), None, {"state": state}
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        return F.silu(merge_heads(mixed)).to(x.dtype)
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        log_q, write, read = self._rates()
+        x, weights = stream.x.to(write.dtype), (write * read)[..., None, None]
+
+        def lags(line: Stream, rows: slice) -> Tensor:
+            each = scan_matrix(line, log_q[:, :, rows].flatten(2)).unflatten(1, (self.dim, self.states))
+            out: Tensor = (each * weights[rows]).sum(2)
+            return out
+
+        matrix = lags(stream, slice(0, self.dim))
+        if self.bidirectional:
+            matrix = matrix + lags(stream.reversed(), slice(self.dim, None)).flip(2, 3)
+        own = torch.diag_embed(self.omega.to(x.dtype)[:, None].expand(-1, x.shape[1]))
+        return matrix + own, split_heads(x, self.dim)
+
+    def _rates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-decays (1, 1, rows, N), weights into the averages and out of them, both (rows, N))."""
+        wide = compute_dtype(self.delta)
+        p, a = torch.sigmoid(self.delta.to(wide)), torch.sigmoid(self.alpha.to(wide))
+        return complement_decay(p * a)[None, None], p * self.beta.to(wide), self.gamma.to(wide) * self.states**-0.5
+
+
+records = (
+    Record(
+        name="ema",
+        summary="exponential moving average, one learned weight per channel",
+        source="Brown 1956, Exponential Smoothing for Predicting Demand",
+        build=lambda dim, heads: ExponentialMovingAverage(dim),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+    Record(
+        name="mega_ema",
+        summary="Mega's damped multi-dimensional moving average",
+        source="Ma et al. 2022, arXiv:2209.10655",
+        build=lambda dim, heads: DampedEMA(dim),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+    Record(
+        name="mega_ema_bidirectional",
+        summary="Mega's moving average in both directions, each with its own parameters",
+        source="Ma et al. 2022, arXiv:2209.10655",
+        build=lambda dim, heads: DampedEMA(dim, bidirectional=True),
+        causal=False,
+        cached=False,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+)

@@ -1,0 +1,134 @@
+"""Griffin's recurrent block: a gated linear recurrence (RG-LRU) behind a short convolution, times a GELU branch.
+
+    u = conv(W_x x),   r = sigmoid(W_r u + b_r),   i = sigmoid(W_i u + b_i)      W_r, W_i block-diagonal
+    log a_t = -8 r_t softplus(p),   h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t u_t)
+    out_t = W_o (h_t * gelu(W_y x_t))
+
+At position 0 a new text begins: the state is dropped (a = 0) and the factor sqrt(1 - a^2) is 1. De et al. 2024,
+arXiv:2402.19427 (their Lambda is -p).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from regard.gates import rglru_decay
+from regard.masks.checks import whole
+from regard.mixers.base import Record
+from regard.mixers.parts import ShortConv, merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix
+
+__all__ = ["GriffinRecurrent", "records"]
+
+STEEPEST = 1000.0  # the derivative of the square root is cut here
+
+
+class BlockDiagonal(nn.Module):
+    """``y = x W + b`` with W of `blocks` square blocks: ``weight`` (blocks, in, out), ``bias`` (blocks, out)."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        size = width // blocks
+        self.weight = nn.Parameter(torch.randn(blocks, size, size) * size**-0.5)
+        self.bias = nn.Parameter(torch.zeros(blocks, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (self.weight.shape[0], -1))
+        return (torch.einsum("bthi,hio->btho", parts, self.weight) + self.bias).flatten(-2)
+
+
+class GriffinRecurrent(RecurrentLayer):
+    """Griffin's recurrent block with the RG-LRU; ``(B, T, dim)`` in and out, causal.
+
+    Args:
+        dim: width of the tokens.
+        heads: blocks of the gates' matrices, a divisor of `width`.
+        width: channels of the recurrence; `dim` by default.
+        taps: of the convolution, which has a bias and no activation.
+        activation: of the other branch; GELU in its tanh form by default.
+
+    Parameters: ``x_proj y_proj o_proj``, ``conv``, ``recurrence_gate input_gate`` (block-diagonal), ``p`` (width). The
+    state is one number per channel, and the last ``taps - 1`` inputs of the convolution. It resets where ``positions``
+    are 0 (and at segments); a call whose positions begin elsewhere starts from an empty state without resetting. The
+    convolution is cut at segments only. ``M @ V`` is per channel, ``V = sqrt(1 - a^2) i u``.
+
+    Cost: 6 T dim width FLOPs of projections, 4 T width^2 / heads of gates, O(T width) of the recurrence.
+
+    >>> import torch
+    >>> GriffinRecurrent(64, 4)(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        width: int | None = None,
+        taps: int = 4,
+        activation: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        self.width = dim if width is None else whole("width", width, 1)
+        if self.width % heads:
+            raise ValueError(f"heads: expected a divisor of width={self.width}, got {heads}")
+        self.x_proj = nn.Linear(dim, self.width)
+        self.y_proj = nn.Linear(dim, self.width)
+        self.conv = ShortConv(self.width, taps, bias=True, silu=False)
+        self.recurrence_gate = BlockDiagonal(self.width, heads)
+        self.input_gate = BlockDiagonal(self.width, heads)
+        # As the authors' code does: what remains after a step with r = 1/8 is between 0.9 and 0.999.
+        kept = torch.empty(self.width).uniform_(0.9**2, 0.999**2).sqrt()
+        self.p = nn.Parameter(torch.log(torch.expm1(-torch.log(kept))))
+        self.activation = nn.GELU(approximate="tanh") if activation is None else activation
+        self.o_proj = nn.Linear(self.width, dim)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.width,), "tail": self.conv.state_shape}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        log_a, x, tail = self._read(stream, states.get("tail"))
+        h, state = stream.scan(log_a, x, states.get("state"))
+        return split_heads(h, self.width), None, {"state": state, "tail": tail}
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        y = self.activation(self.y_proj(x))
+        out: Tensor = self.o_proj((merge_heads(mixed) * y).to(y.dtype))
+        return out
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        log_a, x, _ = self._read(stream, None)
+        return scan_matrix(stream, log_a), split_heads(x, self.width)
+
+    def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(the log-decays and what enters the states, both (B, T, width), the convolution's new tail)."""
+        u, tail = self.conv(stream, self.x_proj(stream.x), tail)
+        wide = compute_dtype(u)
+        r, i = torch.sigmoid(self.recurrence_gate(u).to(wide)), torch.sigmoid(self.input_gate(u).to(wide))
+        log_a = rglru_decay(r, self.p)
+        anew = (stream.positions == 0)[..., None]
+        share = torch.where(anew, 1.0, _bounded_sqrt(-torch.expm1(2.0 * log_a)))
+        return torch.where(anew, -torch.inf, log_a), share * i * u.to(wide), tail
+
+
+def _bounded_sqrt(x: Tensor) -> Tensor:
+    """The square root of numbers >= 0, with a derivative of at most `STEEPEST`: 0 has one too."""
+    steep = 4.0 * STEEPEST**2 * x < 1.0
+    root = torch.sqrt(torch.where(steep, 1.0, x))
+    line = torch.sqrt(x.detach()) + STEEPEST * (x - x.detach())
+    return torch.where(steep, line, root)
+
+
+records = (
+    Record(
+        name="rglru",
+        summary="Griffin's recurrent block: a gated decay per channel (RG-LRU)",
+        source="De et al. 2024, arXiv:2402.19427",
+        build=lambda dim, heads: GriffinRecurrent(dim, heads),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+)

@@ -1,0 +1,153 @@
+"""Mamba-2: a state space with one decay per head, as linear attention with a decay (state space duality).
+
+    [z | x B C | dt] = W_in u,   x, B, C = silu(conv(x B C)),   dt = clamp(softplus(dt + b))
+    S_t = exp(-exp(A_log) dt_t) S_{t-1} + B_t (dt_t x_t)^T,   y_t = S_t^T C_t + D x_t
+    out_t = W_out rmsnorm_group(y_t * silu(z_t))
+
+In `regard.recurrence`'s words q = C, k = B, v = dt x, without a scale; head h reads the B and C of group
+``h // (H / G)``. Dao and Gu 2024, arXiv:2405.21060.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.gates import softplus_step, step_bias, step_decay
+from regard.masks.checks import whole
+from regard.mixers.base import Record
+from regard.mixers.parts import GatedRMSNorm, MambaShell, ShortConv, merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.transitions import Decay
+
+__all__ = ["Mamba2", "records"]
+
+
+class _Inputs(NamedTuple):
+    """In the compute dtype: x (B, H, T, P), B and C (B, G, T, N), the steps dt (B, H, T)."""
+
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    dt: Tensor
+
+
+class Mamba2(RecurrentLayer):
+    """Mamba-2; ``(B, T, dim)`` in and out, causal, or in both directions.
+
+    Args:
+        dim: width of the tokens.
+        heads: H.
+        head_dim: P, channels of a head; ``2 * dim // heads`` by default.
+        state_dim: N, numbers of state per channel.
+        groups: G, a divisor of `heads`: heads of a group share B and C, and are normalised together.
+        limits: steps are clamped to them after the softplus, in any call and at any length of it.
+        shell: `MambaShell`: taps of the convolution, biases, the norm's eps.
+        bidirectional: every token also reads those after it, by a second pass over the reversed tokens with the same
+            parameters (a token reads itself once, and D x is added once); the convolution stays causal. Then the layer
+            has no cache.
+
+    Parameters: ``in_proj`` (rows z, x, B, C, dt), ``conv``, ``dt_bias A_log D`` (H), ``norm``, ``out_proj``. The state
+    is (N, P) per head, and the last ``taps - 1`` inputs of the convolution. ``M @ V`` has ``V = x`` after the
+    convolution; steps and D are in M. Raises ValueError for sizes that do not divide.
+
+    Cost: 6 T dim H P FLOPs of projections, and about 2 T H (C (N + P) + 2 N P) with chunks of C tokens.
+
+    >>> import torch
+    >>> Mamba2(64, 4, state_dim=16)(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        state_dim: int = 128,
+        groups: int = 1,
+        limits: tuple[float, float] = (0.0, float("inf")),
+        shell: MambaShell | None = None,
+        bidirectional: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        if head_dim is None and 2 * dim % heads:
+            raise ValueError(f"heads: expected a divisor of 2 * dim={2 * dim}, got {heads} (or give head_dim)")
+        self.head_dim = 2 * dim // heads if head_dim is None else whole("head_dim", head_dim, 1)
+        self.state_dim, self.groups = whole("state_dim", state_dim, 1), whole("groups", groups, 1)
+        if heads % groups:
+            raise ValueError(f"groups: expected a divisor of heads={heads}, got {groups}")
+        softplus_step(torch.zeros(0), limits=limits)  # refuses limits that it could not use
+        self.limits, self.bidirectional = limits, bidirectional
+        p = shell or MambaShell()
+        self.width = heads * self.head_dim
+        channels = self.width + 2 * groups * state_dim
+        self.in_proj = nn.Linear(dim, self.width + channels + heads, bias=p.bias)
+        self.conv = ShortConv(channels, p.taps, bias=p.conv_bias)
+        self.dt_bias = nn.Parameter(step_bias(heads))
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1.0, 16.0).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GatedRMSNorm(self.width, groups, eps=p.eps, gate_first=True)
+        self.out_proj = nn.Linear(self.width, dim, bias=p.bias)
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"state": (self.heads, self.state_dim, self.head_dim), "tail": self.conv.state_shape}
+
+    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        z, inputs, tail = self._read(stream, states.get("tail"))
+        y, state = self._ssd(stream, inputs, inputs.x, states.get("state"))
+        return y, z, {} if state is None else {"state": state, "tail": tail}
+
+    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+        assert side is not None
+        out: Tensor = self.out_proj(self.norm(merge_heads(mixed), side))
+        return out
+
+    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        _, inputs, _ = self._read(stream, None)
+        return self._ssd(stream, inputs, identity(stream, self.heads), None)[0], inputs.x
+
+    def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, _Inputs, Tensor]:
+        """(z, what the state space reads, the convolution's new tail)."""
+        shared = self.groups * self.state_dim
+        z, mixed, steps = self.in_proj(stream.x).split([self.width, self.width + 2 * shared, self.heads], -1)
+        mixed, tail = self.conv(stream, mixed, tail)
+        x, B, C = mixed.to(compute_dtype(mixed)).split([self.width, shared, shared], -1)
+        dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
+        heads = split_heads(x, self.heads), split_heads(B, self.groups), split_heads(C, self.groups)
+        return z, _Inputs(*heads, dt), tail
+
+    def _ssd(self, stream: Stream, given: _Inputs, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x = x.to(given.x.dtype)
+        decay = Decay(step_decay(given.dt, self.A_log[:, None]))
+        v, skip = given.dt[..., None] * x, self.D.to(x.dtype)[:, None, None] * x
+        if self.bidirectional:
+            return stream.recur_both_ways(given.C, given.B, v, decay, scale=1.0) + skip, None
+        y, state = stream.recur(given.C, given.B, v, decay, state, scale=1.0)
+        return y + skip, state
+
+
+records = (
+    Record(
+        name="mamba2",
+        summary="Mamba-2 (SSD): one decay per head and token, B and C shared by groups of heads",
+        source="Dao and Gu 2024, arXiv:2405.21060",
+        build=lambda dim, heads: Mamba2(dim, heads),
+        causal=True,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+    Record(
+        name="mamba2_bidirectional",
+        summary="Mamba-2 in both directions, by two passes",
+        source="Dao and Gu 2024, arXiv:2405.21060",
+        build=lambda dim, heads: Mamba2(dim, heads, bidirectional=True),
+        causal=False,
+        cached=False,
+        kind="recurrent",
+        counts_slots=False,
+    ),
+)

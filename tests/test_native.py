@@ -162,6 +162,22 @@ def test_lengths(q_len, k_len):
     agrees(q, k, v, torch.bfloat16, mask=Causal())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_heads_on_one_latent_cache(dtype):
+    """A latent cache's decode step: many query heads on one key head, whose keys are read in parts."""
+    q, k = made(2, 17, 1, 576).to(dtype), made(2, 1, 4200, 576).to(dtype)
+    v = k[..., :512]
+    lengths = torch.tensor([4150, 3])
+    for mask, first in ((KeyLengths(lengths), KeyLengths(lengths[:1])), (Window(420), Window(420))):
+        with torch.no_grad():
+            out, lse = regard.attention(q, k, v, mask=mask, return_lse=True, backend="native")
+            alone = regard.attention(q[:1], k[:1], v[:1], mask=first, backend="native")
+            want = regard.attention(*(x.double() for x in (q, k, v)), mask=mask, return_lse=True, backend="reference")
+        assert torch.equal(out[:1], alone)
+        near(out, want[0], LOW[dtype])
+        near(lse, want[1], LOW[dtype])
+
+
 def test_a_long_sequence_with_everything():
     """More tokens than any block of a kernel holds."""
     length = 1100

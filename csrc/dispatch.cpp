@@ -67,17 +67,17 @@ const Set sets[] = {
 #ifdef REGARD_HAS_v3
     REGARD_ENTRY(v3, "x86-64-v3", has_v3),
 #else
-    {"x86-64-v3", has_v3, nullptr, nullptr, nullptr},
+    {"x86-64-v3", has_v3, nullptr, nullptr, nullptr, nullptr},
 #endif
 #ifdef REGARD_HAS_v4
     REGARD_ENTRY(v4, "x86-64-v4", has_v4),
 #else
-    {"x86-64-v4", has_v4, nullptr, nullptr, nullptr},
+    {"x86-64-v4", has_v4, nullptr, nullptr, nullptr, nullptr},
 #endif
 #ifdef REGARD_HAS_v4_bf16
     REGARD_ENTRY(v4_bf16, "x86-64-v4+bf16", has_v4_bf16),
 #else
-    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr, nullptr},
+    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr, nullptr, nullptr},
 #endif
 #elif defined(REGARD_HAS_aarch64)
     REGARD_ENTRY(aarch64, "aarch64", always),
@@ -173,6 +173,8 @@ REGARD_EXPORT int64_t regard_selective_kept(const regard_selective *call) {
 }
 REGARD_EXPORT int64_t regard_selective_groups(const regard_selective *call) {
   return chosen() ? chosen()->states->selective_groups(call) : 0;
+}
+
 REGARD_EXPORT double regard_multiply_adds(int32_t dtype, int64_t rounds) {
   return chosen() ? chosen()->multiply_adds(dtype, rounds) : 0;
 }

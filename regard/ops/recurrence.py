@@ -89,8 +89,9 @@ def recurrence(
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size, into)
             out, last = backends.dispatch(call, backend)
+            out = out if out.numel() else tied(out, call.tensors)
             last = last if lengths is None else last[:0]
-            return tied(out, call.tensors).to(q.dtype), last if into is None else _put(last, into)
+            return out if out.dtype == q.dtype else out.to(q.dtype), last if into is None else _put(last, into)
 
         timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
 

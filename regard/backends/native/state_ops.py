@@ -21,7 +21,7 @@ SELECTIVE_EVERY, SELECTIVE_GROUP = 64, 256  # as csrc/scans.inc has them: tokens
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32)
+    return x if x is None or x.dtype == torch.float32 else x.to(torch.float32)
 
 
 def _unit(x: Tensor) -> Tensor:

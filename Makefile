@@ -31,7 +31,7 @@ check-native: $(STAMP)  ## the kernels under address and undefined-behaviour san
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DREGARD_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize
 	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native.py
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native*.py
 
 # Needs g++-aarch64-linux-gnu; with qemu-user too, the kernels also run, against the plain loops.
 check-neon: $(STAMP)  ## the kernels of aarch64, cross-compiled
@@ -47,8 +47,10 @@ else
 	else echo "check-neon: compiled, not run (there is no qemu-aarch64; on Debian: qemu-user)"; fi
 endif
 
-bench: $(STAMP)  ## ratios against other implementations, in one run
-	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 10 minutes
+	@set -e; for name in attention machine smollm2 transformers; do \
+		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
+	$(BIN)/python benchmarks/bench_chunked.py 2
 
 docs: $(STAMP)  ## write the generated tables
 	$(BIN)/python tools/make_docs.py

@@ -9,12 +9,14 @@ namespace {
 
 using Forward = int (*)(const regard_attention *);
 using Backward = int (*)(const regard_attention *, const regard_attention_grad *);
+using MultiplyAdds = double (*)(int32_t, int64_t);
 
 struct Set {
   const char *name;
   bool (*runs)();
   Forward forward;
   Backward backward;
+  MultiplyAdds multiply_adds;
   const regard_state_kernels *states;
 };
 
@@ -23,8 +25,10 @@ struct Set {
 #define REGARD_DECLARE(set)                                 \
   extern "C" int regard_forward_##set(const regard_attention *); \
   extern "C" int regard_backward_##set(const regard_attention *, const regard_attention_grad *); \
+  extern "C" double regard_multiply_adds_##set(int32_t, int64_t); \
   extern "C" const regard_state_kernels regard_states_##set;
-#define REGARD_ENTRY(set, name, runs) {name, runs, regard_forward_##set, regard_backward_##set, &regard_states_##set}
+#define REGARD_ENTRY(set, name, runs) \
+  {name, runs, regard_forward_##set, regard_backward_##set, regard_multiply_adds_##set, &regard_states_##set}
 
 REGARD_DECLARE(portable)
 #ifdef REGARD_HAS_v3
@@ -63,17 +67,17 @@ const Set sets[] = {
 #ifdef REGARD_HAS_v3
     REGARD_ENTRY(v3, "x86-64-v3", has_v3),
 #else
-    {"x86-64-v3", has_v3, nullptr, nullptr, nullptr},
+    {"x86-64-v3", has_v3, nullptr, nullptr, nullptr, nullptr},
 #endif
 #ifdef REGARD_HAS_v4
     REGARD_ENTRY(v4, "x86-64-v4", has_v4),
 #else
-    {"x86-64-v4", has_v4, nullptr, nullptr, nullptr},
+    {"x86-64-v4", has_v4, nullptr, nullptr, nullptr, nullptr},
 #endif
 #ifdef REGARD_HAS_v4_bf16
     REGARD_ENTRY(v4_bf16, "x86-64-v4+bf16", has_v4_bf16),
 #else
-    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr, nullptr},
+    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr, nullptr, nullptr},
 #endif
 #elif defined(REGARD_HAS_aarch64)
     REGARD_ENTRY(aarch64, "aarch64", always),
@@ -169,6 +173,10 @@ REGARD_EXPORT int64_t regard_selective_kept(const regard_selective *call) {
 }
 REGARD_EXPORT int64_t regard_selective_groups(const regard_selective *call) {
   return chosen() ? chosen()->states->selective_groups(call) : 0;
+}
+
+REGARD_EXPORT double regard_multiply_adds(int32_t dtype, int64_t rounds) {
+  return chosen() ? chosen()->multiply_adds(dtype, rounds) : 0;
 }
 
 REGARD_EXPORT const char *regard_error(int status) {

@@ -67,6 +67,10 @@ const char *regard_error(int status);
 const char *regard_isa(void);
 int regard_threads(void);
 
+// Does `rounds` times as many multiply-adds as fit into the registers, reading no memory; the floating-point operations
+// done, which a benchmark divides by the time they took. 0 where only plain loops run.
+double regard_multiply_adds(int32_t dtype, int64_t rounds);
+
 // The size in bytes of regard_attention (0) and regard_attention_grad (1): a caller checks that both sides agree.
 int64_t regard_struct_size(int which);
 

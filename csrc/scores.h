@@ -68,6 +68,8 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
 
 // Whether a term other than the interval, the prefix and the length decides which keys are read.
 REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
+// Whether `hide` does no more than `cut`.
+REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
 // Whether scores are only scaled: then the softmax takes the scale on its way.
 REGARD_INLINE bool is_plain(const Call &x) {
   return !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0;
@@ -79,20 +81,22 @@ REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
                   column / x.layout_cols * stride[3]];
 }
 
+// -inf in columns begin ... end of whole vectors.
+REGARD_INLINE void conceal(float *s, int begin, int end) {
+  vf never = splat(-INFINITY);
+  for (int c = begin / kLanes * kLanes; c < end; c += kLanes) {
+    vi column = lane_numbers() + c;
+    vi hidden = (column >= begin) & (column < end);
+    store(s + c, hidden ? never : load(s + c));
+  }
+}
+
 // -inf where the reach ends, in columns first ... first + n of the row; n is a multiple of kUnit.
 REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
-  if (reach.low <= first && first + n <= reach.high) return;
-  bool interval = reach.low < reach.high;
-  vf never = splat(-INFINITY);
-  int64_t gaps[2][2] = {{reach.prefix, interval ? reach.low : INT64_MAX}, {reach.high, interval ? INT64_MAX : 0}};
-  for (auto &gap : gaps) {
-    int begin = (int)clamp(gap[0] - first, 0, n), end = (int)clamp(gap[1] - first, 0, n);
-    for (int c = begin / kLanes * kLanes; c < end; c += kLanes) {
-      vi column = lane_numbers() + c;
-      vi hidden = (column >= begin) & (column < end);
-      store(s + c, hidden ? never : load(s + c));
-    }
-  }
+  bool interval = reach.low < reach.high;  // a prefix ends before it
+  if (!interval || reach.low > first)
+    conceal(s, (int)clamp(reach.prefix - first, 0, n), interval ? (int)clamp(reach.low - first, 0, n) : (int)n);
+  if (interval && reach.high < first + n) conceal(s, (int)clamp(reach.high - first, 0, n), (int)n);
 }
 
 // Raw products of one row in columns first ... first + n become base-2 logits, in place: scaled, capped, biased.

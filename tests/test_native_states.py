@@ -192,6 +192,24 @@ def test_steps_equal_the_whole_and_inputs_stay():
     assert all(torch.equal(kept[name], x) for name, x in given.items())
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_state_updated_in_place(tokens):
+    given = tensors("channel", True, (2, 2, 4, tokens, 33, 70))
+    with torch.no_grad():
+        out, last = call(given)
+        for backend in ("native", "chunked"):
+            state = given["state"].clone()
+            again, same = call(given | {"state": state}, into=state, backend=backend)
+            assert same is state
+            near({"out": again, "last": state}, {"out": out, "last": last}, 3e-6)
+            assert torch.equal(again, out) or backend != "native"
+    for wrong in (torch.zeros(2, 4, 33, 69), torch.zeros(2, 4, 70, 33).mT, given["state"].double(), None):
+        options = {"into": given["state"] if wrong is None else wrong}
+        leaves = {name: x.clone().requires_grad_(wrong is None) for name, x in given.items()}
+        with pytest.raises(ValueError, match=r"^into"):
+            call(leaves, **options)
+
+
 def test_packed_lengths():
     lengths = [3, 0, 40, 5, 1]
     given = {name: x for name, x in tensors("scalar", True, (1, 2, 4, sum(lengths), 16, 8)).items() if name != "state"}

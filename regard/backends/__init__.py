@@ -152,9 +152,17 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in said)
 
 
+_KNOWING = {
+    (kind, operation): tuple(name for name in order if name in known)
+    for kind, order in (*ORDER.items(), ("", _OTHER))
+    for operation, known in _BACKENDS.items()
+}
+
+
 def _order(call: Call) -> tuple[str, ...]:
     """The backends that know the operation, in the order in which they are asked."""
-    return tuple(name for name in ORDER.get(call.device.type, _OTHER) if name in _BACKENDS[call.operation])
+    kind = call.device.type
+    return _KNOWING[kind if kind in ORDER else "", call.operation]
 
 
 def _reason(call: Call, name: str) -> str | None:

@@ -64,7 +64,8 @@ def scan(
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = ScanCall(x, log_a, state, starts)
             y, last = backends.dispatch(call, backend)
-            return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
+            y = y if y.numel() else tied(y, call.tensors)
+            return y.to(x.dtype), last if lengths is None else last[:0]
         timed = log_a.expand(1, tokens, *log_a.shape[2:])
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,8 @@ def selective_scan(
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = SelectiveScanCall(x, dt, A, B, C, D, state, starts)
             y, last = backends.dispatch(call, backend)
-            return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
+            y = y if y.numel() else tied(y, call.tensors)
+            return y.to(x.dtype), last if lengths is None else last[:0]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             x, dt, B, C = parts

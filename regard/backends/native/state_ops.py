@@ -21,7 +21,7 @@ SELECTIVE_EVERY, SELECTIVE_GROUP = 64, 256  # as csrc/scans.inc has them: tokens
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.float32)
+    return x if x is None or x.dtype == torch.float32 else x.to(torch.float32)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -49,6 +49,10 @@ def run_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
         decay = _unit(decay)
     state, starts = _wide(call.state), call.starts
     arguments = [q, k, v, beta, decay, None if state is None else state.contiguous(), starts]
+    if call.into is not None and not torch.compiler.is_compiling():  # no gradients: nothing to record
+        out, _, kept = _empty_recurrence(arguments, (), False)
+        _recurrence_forward(arguments, (call.scale,), (out, call.into, kept))
+        return out, call.into
     return _recurrence(arguments, [call.scale])
 
 

@@ -47,8 +47,8 @@ else
 	else echo "check-neon: compiled, not run (there is no qemu-aarch64; on Debian: qemu-user)"; fi
 endif
 
-bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 10 minutes
-	@set -e; for name in attention machine smollm2 transformers; do \
+bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 15 minutes
+	@set -e; for name in attention recurrence machine smollm2 transformers; do \
 		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
 	$(BIN)/python benchmarks/bench_chunked.py 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.ops.checks import check_float, check_shape, check_state, tied, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 
 __all__ = ["convolve", "short_conv"]
@@ -58,8 +58,11 @@ def short_conv(
             y, tail = convolve(x, weight, bias, state, starts)
             return y, tail if lengths is None else tail[:0]
 
+        taken, added = widened(x, weight, bias)
+
         def body(parts: list[Tensor], state: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
-            return convolve(parts[0], weight, bias, state, None, lengths)
+            assert taken is not None
+            return convolve(parts[0], taken, added, state, None, lengths)
 
         return by_sequence(lengths, [(x, 1)], state, body, axis=1)
 

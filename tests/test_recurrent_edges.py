@@ -1,0 +1,73 @@
+"""Edges of the recurrent operations: what shares memory; gradients of low-precision arguments that are read often."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import regard
+from regard.masks import Segments
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked"])
+@pytest.mark.parametrize("lengths", [None, [3, 200, 0, 17, 80]])
+def test_gradients_of_bfloat16_parameters_add_up_in_the_compute_dtype(backend: str, lengths: list[int] | None) -> None:
+    """One rounding at the end, not one for every block of tokens or group of sequences."""
+    torch.manual_seed(0)
+    x, dt, B, C = torch.randn(1, 300, 2), torch.rand(1, 300, 2), torch.randn(1, 300, 1), torch.randn(1, 300, 1)
+    segments = None if lengths is None else Segments.from_lengths(lengths)
+    exact = [-torch.rand(2, 1).bfloat16().double(), torch.randn(2).bfloat16().double()]
+
+    def gradients(parameters: list[torch.Tensor], dtype: torch.dtype, backend: str) -> list[torch.Tensor]:
+        leaves = [p.clone().requires_grad_() for p in parameters]
+        wide = [t.to(dtype) for t in (x, dt, B, C)]
+        y, _ = regard.selective_scan(
+            wide[0], wide[1], leaves[0], wide[2], wide[3], leaves[1], segments=segments, backend=backend
+        )
+        return list(torch.autograd.grad(y.cos().sum(), leaves))
+
+    got = gradients([p.bfloat16() for p in exact], torch.float32, _able(backend))
+    want = gradients(exact, torch.float64, "reference")
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=2**-8, atol=1e-3 * float(w.abs().max()))
+
+
+@pytest.mark.parametrize("lengths", [[3, 200, 0, 17, 80]])
+def test_packed_convolution_adds_its_weights_gradients_once(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 300, 2, dtype=torch.float64), torch.randn(2, 4).bfloat16()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = weight.to(torch.bfloat16 if dtype == torch.float32 else dtype).requires_grad_()
+        y, _ = regard.short_conv(x.to(dtype), leaf, segments=Segments.from_lengths(lengths))
+        found.append(torch.autograd.grad(y.cos().sum(), leaf)[0].double())
+    torch.testing.assert_close(*found, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked", "reference"])
+def test_into_may_be_the_state_and_nothing_else(backend: str) -> None:
+    torch.manual_seed(0)
+    memory = torch.randn(1000)
+    q, k, v = (memory[n * 60 : n * 60 + 60].view(1, 2, 5, 6) for n in range(3))
+    state = memory[200:272].view(1, 2, 6, 6)
+    backend = _able(backend)
+    before = memory.clone()
+    for name, where in (("state", 236), ("state", 201), ("v", 179), ("q", 0)):
+        with pytest.raises(ValueError, match=f"^into: it shares memory with {name}"):
+            regard.recurrence(
+                q, k, v, regard.Decay(), state=state, into=memory[where : where + 72].view_as(state), backend=backend
+            )
+        assert torch.equal(memory, before)
+    out, last = regard.recurrence(q, k, v, regard.Decay(), state=state, backend=backend)
+    for where in (272, 200):  # beside the state, and the state itself
+        into = memory[where : where + 72].view_as(state)
+        again, same = regard.recurrence(q, k, v, regard.Decay(), state=state, into=into, backend=backend)
+        assert same is into and torch.equal(again, out) and torch.equal(into, last)
+
+
+def _able(backend: str) -> str:
+    from regard.backends.native import library
+
+    if backend == "native" and library.REASON is not None:
+        pytest.skip(library.REASON)
+    return backend

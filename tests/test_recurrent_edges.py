@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import regard
+from regard.catalog import find
 from regard.masks import Segments
 
 
@@ -71,3 +72,28 @@ def _able(backend: str) -> str:
     if backend == "native" and library.REASON is not None:
         pytest.skip(library.REASON)
     return backend
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "mamba", "based", "rglru"])
+def test_decoding_with_a_cache_in_one_graph(name: str) -> None:
+    layer = find(name).build(16, 4).eval()
+    x, keep = torch.randn(2, 9, 16), torch.ones(2, 9, dtype=torch.bool)
+    keep[0, :2] = False
+
+    def decode(x: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = layer.init_cache(2, 9)
+        return layer(x[:, :5], keep=keep[:, :5], cache=cache), layer(x[:, 5:], cache=cache)
+
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(x, keep), decode(x, keep), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "mamba"])
+def test_layers_export_with_a_free_length(name: str) -> None:
+    layer = find(name).build(16, 4)  # its parameters want gradients, so states are kept for the backward pass
+    length = torch.export.Dim("length", min=2, max=5000)
+    program = torch.export.export(layer, (torch.randn(1, 12, 16),), dynamic_shapes=({1: length},))
+    for tokens in (2, 70, 300):
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)

@@ -97,3 +97,45 @@ def test_layers_export_with_a_free_length(name: str) -> None:
     for tokens in (2, 70, 300):
         x = torch.randn(1, tokens, 16)
         torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_sequences_that_are_all_empty_give_zero_gradients(lengths: list[int]) -> None:
+    segments = Segments.from_lengths(lengths)
+    q, beta, state = torch.randn(1, 2, 0, 4), torch.rand(1, 2, 0), torch.randn(len(lengths), 2, 4, 4)
+    x, steps, taps, hidden = torch.randn(1, 0, 3), torch.rand(1, 0, 3), torch.randn(3, 4), torch.randn(len(lengths), 3)
+    A, B, D = -torch.rand(3, 2), torch.randn(1, 0, 2), torch.randn(3)
+
+    def recurrence(q: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, state: torch.Tensor) -> tuple:
+        return regard.recurrence(q, q, q, regard.Delta(beta, decay), state=state, segments=segments)
+
+    cases = [
+        (recurrence, (q, beta, torch.tensor([-0.1, -0.2]), state)),
+        (lambda a, x, s: regard.scan(a, x, state=s, segments=segments), (-steps, x, hidden)),
+        (lambda *t: regard.selective_scan(*t, segments=segments), (x, steps, A, B, B, D)),
+        (lambda *t: regard.short_conv(*t, segments=segments), (x, taps, D)),
+    ]
+    for call, given in cases:
+        leaves = [t.clone().requires_grad_() for t in given]
+        out, last = call(*leaves)
+        assert not out.numel() and last.shape[0] == len(lengths)
+        for leaf, gradient in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+            assert gradient.shape == leaf.shape and not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_segment_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    """Differences of ids would wrap around."""
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    x = torch.randn(1, 1, 4, 2)
+    rising = torch.tensor([[low, low, high, high]], dtype=dtype)
+    out, _ = regard.recurrence(x, x, x, regard.Decay(), segments=rising)
+    torch.testing.assert_close(out[:, :, 2:], regard.recurrence(*(x[:, :, 2:],) * 3, regard.Decay())[0])
+    with pytest.raises(ValueError, match=r"^segments: .* never fall"):
+        regard.recurrence(x, x, x, regard.Decay(), segments=rising.flip(1))
+
+
+def test_segments_with_ids_for_keys_are_refused() -> None:
+    x, ids = torch.randn(1, 1, 4, 2), torch.tensor([0, 0, 1, 1])
+    with pytest.raises(ValueError, match=r"^segments: a recurrence has no keys"):
+        regard.recurrence(x, x, x, regard.Decay(), segments=Segments(ids, ids + 1))

@@ -64,7 +64,8 @@ def short_conv(
             assert taken is not None
             return convolve(parts[0], taken, added, state, None, lengths)
 
-        return by_sequence(lengths, [(x, 1)], state, body, axis=1)
+        y, tail = by_sequence(lengths, [(x, 1)], state, body, axis=1)
+        return y if y.numel() else tied(y, [t for t in (x, weight, bias, state) if t is not None]), tail
 
 
 def convolve(

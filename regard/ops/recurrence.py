@@ -106,6 +106,7 @@ def recurrence(
             )
 
         out, last = by_sequence(lengths, timed, state, body, axis=2)
+        out = out if out.numel() else tied(out, [x for x in (q, k, v, beta, decay, state) if x is not None])
         return out.to(q.dtype), last if into is None else _put(last, into)
 
 

@@ -74,6 +74,7 @@ def scan(
             return backends.dispatch(ScanCall(parts[0], parts[1], state, None), backend)
 
         y, last = by_sequence(lengths, [(x, 1), (timed, 1)], state, body, axis=1)
+        y = y if y.numel() else tied(y, ScanCall(x, log_a, state, None).tensors)
         return y.to(x.dtype), last
 
 
@@ -152,4 +153,5 @@ def selective_scan(
             return backends.dispatch(SelectiveScanCall(x, dt, everywhere, B, C, skip, state, None), backend)
 
         y, last = by_sequence(lengths, [(each, 1) for each in (x, dt, B, C)], state, body, axis=1)
+        y = y if y.numel() else tied(y, SelectiveScanCall(x, dt, A, B, C, D, state, None).tensors)
         return y.to(x.dtype), last

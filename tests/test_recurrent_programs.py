@@ -104,6 +104,7 @@ def test_programs(record: Record, dtype: torch.dtype, seed: int) -> None:
 
 def test_kernels_after_memory_full_of_nan() -> None:
     """What earlier calls left in the kernels' memory changes no bit."""
+
     def run(fill: float | None, key_dim: int, value_dim: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
         found: list[Tensor] = []

@@ -139,3 +139,33 @@ def test_segments_with_ids_for_keys_are_refused() -> None:
     x, ids = torch.randn(1, 1, 4, 2), torch.tensor([0, 0, 1, 1])
     with pytest.raises(ValueError, match=r"^segments: a recurrence has no keys"):
         regard.recurrence(x, x, x, regard.Decay(), segments=Segments(ids, ids + 1))
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked", "reference"])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_stays_in_its_row_head_and_channel(backend: str, delta: bool, value: float) -> None:
+    torch.manual_seed(0)
+    q, k, v, beta = (
+        torch.randn(2, 2, 70, 9),
+        torch.rand(2, 2, 70, 9) / 3,
+        torch.randn(2, 2, 70, 20),
+        torch.rand(2, 2, 70),
+    )
+    transition = regard.Delta(beta, -beta) if delta else regard.Decay(-beta)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return regard.recurrence(q, k, v, transition, backend=_able(backend))[0]
+
+    want = run(q, k, v)
+    for name in "qkv":
+        given = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
+        given[name][0, 1, 40, 3] = value
+        got, same = run(**given), torch.ones_like(want, dtype=torch.bool)
+        if name == "v":
+            same[0, 1, :, 3] = False
+        elif name == "q":
+            same[0, 1, 40] = False
+        else:
+            same[0, 1] = False
+        assert torch.equal(got[same], want[same]), name

@@ -169,3 +169,13 @@ def test_a_token_that_is_not_finite_stays_in_its_row_head_and_channel(backend: s
         else:
             same[0, 1] = False
         assert torch.equal(got[same], want[same]), name
+
+
+@pytest.mark.parametrize("backend", ["native", "chunked", "reference"])
+def test_the_state_after_no_tokens_is_a_copy(backend: str) -> None:
+    backend, q, state = _able(backend), torch.randn(1, 2, 0, 4), torch.randn(1, 2, 4, 4)
+    _, last = regard.recurrence(q, q, q, regard.Decay(), state=state, backend=backend)
+    x, hidden = torch.randn(1, 0, 3), torch.randn(1, 3)
+    _, end = regard.scan(x, x, state=hidden, backend=backend)
+    for new, old in ((last, state), (end, hidden)):
+        assert torch.equal(new, old) and new.data_ptr() != old.data_ptr()

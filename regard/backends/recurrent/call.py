@@ -49,6 +49,11 @@ class StateCall:
         """Whether torch.func transforms or forward-mode derivatives run through the call, in eager mode."""
         return may_be_transformed() and inside_transform(self.tensors)
 
+    def result(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(output, last state) that share no memory with the state given, not even after no tokens."""
+        out, last = pair
+        return out, last.clone() if last is self.state else last
+
 
 @dataclass(frozen=True, eq=False)
 class RecurrenceCall(StateCall):

@@ -24,8 +24,8 @@ def defer(call: StateCall) -> str | None:
 def run(call: StateCall) -> tuple[Tensor, Tensor]:
     """(output, last state), both in the compute dtype."""
     if isinstance(call, RecurrenceCall):
-        return chunked_recurrence(call)
+        return call.result(chunked_recurrence(call))
     if isinstance(call, ScanCall):
-        return blocked_scan(call)
+        return call.result(blocked_scan(call))
     assert isinstance(call, SelectiveScanCall)
-    return blocked_selective_scan(call)
+    return call.result(blocked_selective_scan(call))

@@ -31,11 +31,11 @@ def defer(call: StateCall) -> str | None:
 def run(call: StateCall) -> tuple[Tensor, Tensor]:
     """(output, last state), both in the compute dtype."""
     if isinstance(call, RecurrenceCall):
-        return _recurrence(call)
+        return call.result(_recurrence(call))
     if isinstance(call, ScanCall):
-        return _scan(call)
+        return call.result(_scan(call))
     assert isinstance(call, SelectiveScanCall)
-    return _selective_scan(call)
+    return call.result(_selective_scan(call))
 
 
 def _opened(state: Tensor, starts: Tensor | None, t: int) -> Tensor:

@@ -9,7 +9,7 @@ from native_calls import agrees, near, needs_native, results
 
 import regard
 from regard import masks
-from regard.biases import Alibi, Dense
+from regard.biases import Dense
 from regard.masks import (
     Band,
     Causal,

@@ -77,13 +77,15 @@ def convolve(
     """`short_conv` without checks; `starts` (B, T) marks segments' first tokens, `lengths` (B,) the real ones."""
     call = ShortConvCall(x, weight, bias, state, starts)
     y, _ = backends.dispatch(call)
-    (_, tokens, channels), reach, line = x.shape, weight.shape[1] - 1, call.line
+    (_, tokens, channels), reach = x.shape, weight.shape[1] - 1
     number = None if starts is None else torch.nn.functional.pad(starts.cumsum(1), (reach, 0))
     if lengths is None:
-        tail, ids = line[:, tokens:], None if number is None else number[:, tokens:]
+        late = x[:, max(tokens - reach, 0) :]
+        tail = ShortConvCall(late, weight, None, state, None).line[:, late.shape[1] :]
+        ids = None if number is None else number[:, tokens:]
     else:
         where = lengths[:, None] + torch.arange(reach, device=x.device)
-        tail = line.gather(1, where[..., None].expand(-1, -1, channels))
+        tail = call.line.gather(1, where[..., None].expand(-1, -1, channels))
         ids = None if number is None else number.gather(1, where)
     if ids is not None and number is not None and reach:
         latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + reach - 1)[:, None])

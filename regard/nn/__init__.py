@@ -7,6 +7,7 @@ from regard.mixers.gla import GatedLinearAttention, GLADecay
 from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.hgrn import HGRN, ForgetBounds
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
+from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.mixers.lightning import LightningAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
@@ -28,11 +29,14 @@ __all__ = [
     "HGRN",
     "KDAGates",
     "KimiDeltaAttention",
+    "LatentProjections",
+    "LatentSizes",
     "LightningAttention",
     "Mamba",
     "Mamba2",
     "MambaShell",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
     "Projections",
     "RMSNorm",
     "RelativePositionBias",

@@ -140,7 +140,7 @@ class Cache:
         return copy.deepcopy(self)
 
     def _marks(self, first: int, placed: Placed, new: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(keep, segments) from slot `first` on, those of the call's tokens, `new` (B, H, T, D), last; None: all alike."""
+        """(keep, segments) of the slots from `first` on, the call's tokens `new` (B, H, T, D) last; None: all alike."""
         keep, segments = self.log.read(first, self.length)
         fresh = placed.keep, placed.segments
         seen, tokens = (new.shape[0], self.length - first), (new.shape[0], new.shape[2])
@@ -188,7 +188,7 @@ def _copied(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _appended(buffer: Tensor, new: Tensor, length: int) -> Tensor:
-    """As `_copied`, where `buffer` has room behind its first `length` slots: a view of it if no gradient is recorded."""
+    """As `_copied`, of a buffer with room behind its first `length` slots; a view of it if no gradient is recorded."""
     if torch.is_grad_enabled():  # autograd may keep what the call reads, and the buffer changes later
         return _copied(buffer.narrow(2, 0, length), new)
     buffer.narrow(2, length, new.shape[2]).copy_(new)  # past the length: nobody reads it until the commit

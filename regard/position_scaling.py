@@ -187,7 +187,7 @@ class YarnScaling(Scaling):
 
     @property
     def score_factor(self) -> float:
-        """``g(mscale_all_dim)^2``, by which DeepSeek's latent attention also multiplies its scores; 1 where not given."""
+        """``g(mscale_all_dim)^2``: DeepSeek's latent attention multiplies its scores by it too; 1 where not given."""
         return self._sharpness(self.mscale_all_dim or 0.0) ** 2
 
     def _sharpness(self, scale: float) -> float:

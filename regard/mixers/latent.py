@@ -1,9 +1,10 @@
 """Multi-head latent attention: all heads' keys and values are read from one short vector a token.
 
-    c_t = norm(W_c x_t),   r_t = rot_t(W_r x_t)                           the latent, and a key part that all heads share
+    c_t = norm(W_c x_t),   r_t = rot_t(W_r x_t)                       the latent, and a key part that all heads share
     k_s^h = [W_k^h c_s ; r_s],   v_s^h = W_v^h c_s
     q_t^h = [a_t^h ; rot_t(b_t^h)],   [a ; b] = W_q x_t   or   W_qb norm(W_qa x_t)
-    o_t^h = sum_s softmax_s(q_t^h . k_s^h scale) v_s^h,   scale = (nope + rope)^-1/2,   y_t = W_o (o_t * sigmoid(W_g x_t))
+    o_t^h = sum_s softmax_s(q_t^h . k_s^h scale) v_s^h,   scale = (nope + rope)^-1/2
+    y_t = W_o [o_t^1; ...; o_t^H],   or W_o ([o_t^1; ...; o_t^H] * sigmoid(W_g x_t))
 
 Only (c, r) is remembered. Since ``a . W_k c = (W_k^T a) . c``, the same result needs no keys and values of heads:
 
@@ -88,8 +89,8 @@ class LatentProjections:
 
     Args:
         bias: the projections from and to the tokens' width have biases, but a whole query matrix has none.
-        gate: the heads' outputs are multiplied by ``sigmoid(gate_proj(x))``: ``"channel"`` by channel, ``"head"`` by one
-            number per head; None for no gate.
+        gate: the heads' outputs are multiplied by ``sigmoid(gate_proj(x))``: channel by channel (``"channel"``) or by
+            one number per head (``"head"``); None for no gate.
         norm: a module factory; ``norm(rank)`` normalises the latent, and another the compressed queries.
     """
 
@@ -110,7 +111,7 @@ class MultiHeadLatentAttention(nn.Module):
         heads: H.
         sizes: `LatentSizes`.
         projections: `LatentProjections`: biases, output gate, norms.
-        scores: `Scores`: scale, softcap, sinks, dropout. The scale is ``key_dim ** -0.5`` by default, in both forms, and
+        scores: `Scores`: scale, softcap, sinks, dropout. The scale is ``key_dim ** -0.5`` by default, in both forms,
             times ``score_factor`` where the rotary part has a `YarnScaling`.
         mask: the layer's own pattern, such as ``Causal()``; a mask given at the call is ANDed on.
         rotary: turns the last `rope_dim` query channels and the shared key channels; None leaves them as they are.
@@ -239,7 +240,7 @@ class MultiHeadLatentAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         cache: LatentCache | None = None,
-        **given: Tensor | None,
+        **given: Any,
     ) -> tuple[Tensor, Held, dict[str, Any]]:
         """Queries (B, H, T, key_dim), the latents they read, the rest of the attention call; nothing is changed."""
         check_tokens("x", x, self.dim)

@@ -9,6 +9,7 @@ from regard.models.blocks import (
     PostNorm,
     PreNorm,
     Sandwich,
+    ScaledResidual,
     Softcap,
 )
 from regard.models.cache import ModelCache
@@ -50,6 +51,7 @@ __all__ = [
     "Routing",
     "Sampling",
     "Sandwich",
+    "ScaledResidual",
     "Softcap",
     "StackedExperts",
     "Statistics",

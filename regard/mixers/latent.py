@@ -319,6 +319,7 @@ records = (
         source="DeepSeek-AI 2024, arXiv:2405.04434",
         build=_deepseek,
         causal=True,
+        kind="latent",
         counts_slots=False,
     ),
     Record(
@@ -327,6 +328,7 @@ records = (
         source="Kimi team 2025, arXiv:2510.26692",
         build=lambda dim, heads: MultiHeadLatentAttention(dim, heads, _sizes(dim, heads), mask=Causal()),
         causal=True,
+        kind="latent",
         counts_slots=False,
     ),
     Record(
@@ -337,6 +339,7 @@ records = (
             dim, heads, _sizes(dim, heads, dim // 2), projections=LatentProjections(gate="channel"), mask=Causal()
         ),
         causal=True,
+        kind="latent",
         counts_slots=False,
     ),
 )

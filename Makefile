@@ -5,9 +5,10 @@ PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt CMakeLists.txt csrc/*; pwd; } | cksum | cut -d' ' -f1)
+NEON_CXX ?= aarch64-linux-gnu-g++
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow check check-native bench docs clean
+.PHONY: demo test test-slow check check-native check-neon bench docs clean
 
 demo: $(STAMP)  ## a real language model continues a sentence
 	$(BIN)/regard generate "The capital of France is" --max-tokens 40 --temperature 0.5 --top-p 0.9 --seed 3
@@ -30,10 +31,26 @@ check-native: $(STAMP)  ## the kernels under address and undefined-behaviour san
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DREGARD_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize
 	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native.py
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native*.py
 
-bench: $(STAMP)  ## ratios against other implementations, in one run
-	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+# Needs g++-aarch64-linux-gnu; with qemu-user too, the kernels also run, against the plain loops.
+check-neon: $(STAMP)  ## the kernels of aarch64, cross-compiled
+ifeq ($(shell command -v $(NEON_CXX)),)
+	@echo "check-neon: skipped, there is no $(NEON_CXX) (on Debian: g++-aarch64-linux-gnu; or name one with NEON_CXX=)"
+else
+	$(PIP) cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/neon -G Ninja -DCMAKE_SYSTEM_NAME=Linux \
+		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(NEON_CXX) -DREGARD_CHECKED_SET=aarch64
+	$(BIN)/cmake --build build/neon
+	@if command -v qemu-aarch64 > /dev/null; \
+	then qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/check_sets; \
+	else echo "check-neon: compiled, not run (there is no qemu-aarch64; on Debian: qemu-user)"; fi
+endif
+
+bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 15 minutes
+	@set -e; for name in attention recurrence machine smollm2 transformers; do \
+		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
+	$(BIN)/python benchmarks/bench_chunked.py 2
 
 docs: $(STAMP)  ## write the generated tables
 	$(BIN)/python tools/make_docs.py

@@ -12,9 +12,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+import page
 import torch
 import torch.nn.functional as F
 
@@ -22,7 +22,6 @@ import regard
 from regard.biases import Alibi
 from regard.masks import Causal, Window
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -173,14 +172,7 @@ def main() -> None:
         lines.append(f"| {row.work} | {row.peer} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if options.write:
-        heading = [
-            "# Benchmarks",
-            "",
-            f"Written by `benchmarks/bench_attention.py --write`, torch {torch.__version__}.",
-            "",
-        ]
-        legend = ["Each × is the peer's time over regard's in the same run; beside it regard's own milliseconds.", ""]
-        PAGE.write_text("\n".join([*heading, *legend, *lines]) + "\n", encoding="utf-8")
+        page.write("attention", lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """SmolLM2-135M: cached greedy decoding and a 512-token prefill, as ratios of transformers' time in the same process.
 
-    python benchmarks/bench_smollm2.py [--tokens 64] [--rounds 5] [--dtype float32] [--threads 1 2]
+    python benchmarks/bench_smollm2.py [--tokens 32] [--rounds 3] [--dtypes float32 bfloat16] [--threads 1 2] [--write]
 
-Same weights, dtype and prompt. The two take turns, so that whatever else the machine does hits both; the smallest time
-of each counts. Above 1 means that regard is faster.
+Same weights, dtype and prompt: regard with its own kernels, regard on torch's (what it did before it had them), and
+transformers. They take turns, so that whatever else the machine does hits all; the smallest time of each counts. Above
+1 means that regard is faster.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import page
 import torch
 
+from regard.backends.native import library
 from regard.models import Decoder, load
 
 PROMPT = "The capital of France is"
@@ -27,30 +30,54 @@ def gguf_file() -> Path:
     return found
 
 
-def best(first: Callable[[], object], second: Callable[[], object], rounds: int) -> tuple[float, float]:
+def best(runs: list[Callable[[], object]], rounds: int) -> list[float]:
     """The smallest seconds of each, taken in turns after one round of warming up."""
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[list[float]] = [[] for _ in runs]
     for turn in range(rounds + 1):
-        for run, taken in zip((first, second), times, strict=True):
+        for run, taken in zip(runs, times, strict=True):
             start = time.perf_counter()
             run()
             if turn:
                 taken.append(time.perf_counter() - start)
-    return min(times[0]), min(times[1])
+    return [min(taken) for taken in times]
+
+
+def without_kernels(run: Callable[[], object]) -> Callable[[], object]:
+    """The same with regard's own kernels switched off."""
+
+    def off() -> object:
+        reason, library.REASON = library.REASON, "switched off"
+        try:
+            return run()
+        finally:
+            library.REASON = reason
+
+    return off
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=32, help="tokens decoded after the first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    lines = ["| SmolLM2-135M | dtype | threads | tokens/s | × transformers | on torch's kernels, × transformers |"]
+    lines.append("|---|---|---|---|---|---|")
+    for dtype in options.dtypes:
+        lines += measure(dtype, options)
+    print("\n".join(lines))
+    if options.write:
+        page.write("smollm2", lines)
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens decoded after the first")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    options = parser.parse_args()
-
+def measure(name: str, options: argparse.Namespace) -> list[str]:
+    """The rows of one dtype."""
     import transformers
 
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, name)
     path = gguf_file()
     peer = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype).eval()
     ours = load(path, dtype=dtype)
@@ -84,18 +111,19 @@ def main() -> None:
         logits: torch.Tensor = ours(long, cache=ours.init_cache(1, 512), last_only=True)
         return logits
 
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {options.dtype}")
     same = torch.equal(decode_ours(), decode_peer())
-    print(f"same tokens: {'yes' if same else 'no'}")
+    print(f"transformers {transformers.__version__}, {name}, same tokens: {'yes' if same else 'no'}")
+    lines = []
     for threads in options.threads:
         torch.set_num_threads(threads)
-        for name, mine, theirs, count in (
-            ("decode", decode_ours, decode_peer, options.tokens + 1),
+        for work, mine, theirs, count in (
+            (f"decode {options.tokens}", decode_ours, decode_peer, options.tokens + 1),
             ("prefill 512", prefill_ours, prefill_peer, 512),
         ):
-            ours_s, peer_s = best(mine, theirs, options.rounds)
-            rates = f"regard {count / ours_s:8.1f} tokens/s, transformers {count / peer_s:8.1f}"
-            print(f"{name:12} threads {threads}: {rates}, ratio {peer_s / ours_s:.2f}")
+            taken, before, peer_s = best([mine, without_kernels(mine), theirs], options.rounds)
+            rates = f"{count / taken:.1f} | {peer_s / taken:.2f} | {peer_s / before:.2f}"
+            lines.append(f"| {work} | {name} | {threads} | {rates} |")
+    return lines
 
 
 if __name__ == "__main__":

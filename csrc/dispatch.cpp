@@ -3,26 +3,32 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "regard.h"
+#include "states.h"
 
 namespace {
 
 using Forward = int (*)(const regard_attention *);
 using Backward = int (*)(const regard_attention *, const regard_attention_grad *);
+using MultiplyAdds = double (*)(int32_t, int64_t);
 
 struct Set {
   const char *name;
   bool (*runs)();
   Forward forward;
   Backward backward;
+  MultiplyAdds multiply_adds;
+  const regard_state_kernels *states;
 };
 
 }  // namespace
 
 #define REGARD_DECLARE(set)                                 \
   extern "C" int regard_forward_##set(const regard_attention *); \
-  extern "C" int regard_backward_##set(const regard_attention *, const regard_attention_grad *);
-#define REGARD_ENTRY(set, name, runs) {name, runs, regard_forward_##set, regard_backward_##set}
+  extern "C" int regard_backward_##set(const regard_attention *, const regard_attention_grad *); \
+  extern "C" double regard_multiply_adds_##set(int32_t, int64_t); \
+  extern "C" const regard_state_kernels regard_states_##set;
+#define REGARD_ENTRY(set, name, runs) \
+  {name, runs, regard_forward_##set, regard_backward_##set, regard_multiply_adds_##set, &regard_states_##set}
 
 REGARD_DECLARE(portable)
 #ifdef REGARD_HAS_v3
@@ -61,17 +67,17 @@ const Set sets[] = {
 #ifdef REGARD_HAS_v3
     REGARD_ENTRY(v3, "x86-64-v3", has_v3),
 #else
-    {"x86-64-v3", has_v3, nullptr, nullptr},
+    {"x86-64-v3", has_v3, nullptr, nullptr, nullptr, nullptr},
 #endif
 #ifdef REGARD_HAS_v4
     REGARD_ENTRY(v4, "x86-64-v4", has_v4),
 #else
-    {"x86-64-v4", has_v4, nullptr, nullptr},
+    {"x86-64-v4", has_v4, nullptr, nullptr, nullptr, nullptr},
 #endif
 #ifdef REGARD_HAS_v4_bf16
     REGARD_ENTRY(v4_bf16, "x86-64-v4+bf16", has_v4_bf16),
 #else
-    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr},
+    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr, nullptr, nullptr},
 #endif
 #elif defined(REGARD_HAS_aarch64)
     REGARD_ENTRY(aarch64, "aarch64", always),
@@ -116,6 +122,63 @@ REGARD_EXPORT int regard_attention_backward(const regard_attention *call, const 
   return status ? status : chosen()->backward(call, grad);
 }
 
+namespace {
+
+int refused(const regard_recurrence &x) {
+  if (!chosen()) return REGARD_UNKNOWN_ISA;
+  if (x.dtype != REGARD_F32 && x.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
+  if (x.batch < 1 || x.key_heads < 1 || x.heads < 1 || x.tokens < 1 || x.k_dim < 1 || x.v_dim < 1) return REGARD_BAD_SIZE;
+  return x.heads % x.key_heads ? REGARD_BAD_SIZE : REGARD_OK;
+}
+int refused(const regard_scan &x) {
+  if (!chosen()) return REGARD_UNKNOWN_ISA;
+  return x.batch < 1 || x.tokens < 1 || x.width < 1 ? REGARD_BAD_SIZE : REGARD_OK;
+}
+int refused(const regard_selective &x) {
+  if (!chosen()) return REGARD_UNKNOWN_ISA;
+  return x.batch < 1 || x.tokens < 1 || x.width < 1 || x.states < 1 ? REGARD_BAD_SIZE : REGARD_OK;
+}
+
+}  // namespace
+
+REGARD_EXPORT int regard_recurrence_forward(const regard_recurrence *call) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->recurrence_forward(call);
+}
+REGARD_EXPORT int regard_recurrence_backward(const regard_recurrence *call, const regard_recurrence_grad *grad) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->recurrence_backward(call, grad);
+}
+REGARD_EXPORT int regard_scan_forward(const regard_scan *call) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->scan_forward(call);
+}
+REGARD_EXPORT int regard_scan_backward(const regard_scan *call, const regard_scan_grad *grad) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->scan_backward(call, grad);
+}
+REGARD_EXPORT int regard_selective_forward(const regard_selective *call) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->selective_forward(call);
+}
+REGARD_EXPORT int regard_selective_backward(const regard_selective *call, const regard_selective_grad *grad) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->selective_backward(call, grad);
+}
+REGARD_EXPORT int64_t regard_recurrence_kept(const regard_recurrence *call) {
+  return chosen() ? chosen()->states->recurrence_kept(call) : 0;
+}
+REGARD_EXPORT int64_t regard_selective_kept(const regard_selective *call) {
+  return chosen() ? chosen()->states->selective_kept(call) : 0;
+}
+REGARD_EXPORT int64_t regard_selective_groups(const regard_selective *call) {
+  return chosen() ? chosen()->states->selective_groups(call) : 0;
+}
+
+REGARD_EXPORT double regard_multiply_adds(int32_t dtype, int64_t rounds) {
+  return chosen() ? chosen()->multiply_adds(dtype, rounds) : 0;
+}
+
 REGARD_EXPORT const char *regard_error(int status) {
   switch (status) {
     case REGARD_OK: return "no error";
@@ -132,5 +195,9 @@ REGARD_EXPORT const char *regard_isa(void) { return chosen() ? chosen()->name : 
 REGARD_EXPORT int regard_threads(void) { return omp_get_max_threads(); }
 
 REGARD_EXPORT int64_t regard_struct_size(int which) {
-  return which == 0 ? sizeof(regard_attention) : which == 1 ? sizeof(regard_attention_grad) : 0;
+  constexpr int64_t sizes[] = {sizeof(regard_attention),      sizeof(regard_attention_grad),
+                               sizeof(regard_recurrence),     sizeof(regard_recurrence_grad),
+                               sizeof(regard_scan),           sizeof(regard_scan_grad),
+                               sizeof(regard_selective),      sizeof(regard_selective_grad)};
+  return which >= 0 && which < (int)(sizeof(sizes) / sizeof(sizes[0])) ? sizes[which] : 0;
 }

@@ -15,7 +15,7 @@ struct PairTile {
   long d_out_row, words;
   const float *s;              // [6][kPairWidth] scores; times `scale` they are base-2 logits
   const float *kept, *slope;   // dropout factors and derivatives of the cap, the same shape, or null
-  const float *lse, *delta;    // per row; lse in base 2, +inf for dead rows
+  const float *lse, *low, *delta;  // per row; lse + low in base 2, lse +inf for dead rows
   float scale;
 };
 
@@ -30,7 +30,7 @@ void pair_tile(const PairTile &a, const Sink &sink, int column, int offset) {
       constexpr int next = r + 1 < R ? r + 1 : r;
       auto at = [&](int row) { return row * kPairWidth + offset + v * kLanes; };
       auto weight = [&](int row) __attribute__((always_inline)) {
-        return exp2v<Op::coarse>(load(a.s + at(row)) * a.scale - a.lse[row]);
+        return exp2v<Op::coarse>(load(a.s + at(row)) * a.scale - a.lse[row] - a.low[row]);
       };
       auto gradient = [&](int row, vf p, vf dp) __attribute__((always_inline)) {
         if (a.kept) dp *= load(a.kept + at(row));

@@ -13,6 +13,11 @@ enum Status { kOk = 0, kNoMemory = 1 };
 
 REGARD_INLINE int threads() { return omp_get_max_threads(); }
 
+constexpr int kFewRows = 16;  // query rows of a kv head, all its heads together, that count as few
+
+// The choice of kernel depends on the shape of one row's work alone, never on the batch or the number of keys.
+REGARD_INLINE bool has_few_rows(const Call &x) { return x.q_len * (x.q_heads / x.kv_heads) <= kFewRows; }
+
 // Key columns that the interval, the prefix and the length leave to a row: [0, prefix) and [low, high).
 struct Reach {
   int64_t prefix, low, high;
@@ -63,6 +68,8 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
 
 // Whether a term other than the interval, the prefix and the length decides which keys are read.
 REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
+// Whether `hide` does no more than `cut`.
+REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
 // Whether scores are only scaled: then the softmax takes the scale on its way.
 REGARD_INLINE bool is_plain(const Call &x) {
   return !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0;
@@ -74,20 +81,22 @@ REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
                   column / x.layout_cols * stride[3]];
 }
 
+// -inf in columns begin ... end of whole vectors.
+REGARD_INLINE void conceal(float *s, int begin, int end) {
+  vf never = splat(-INFINITY);
+  for (int c = begin / kLanes * kLanes; c < end; c += kLanes) {
+    vi column = lane_numbers() + c;
+    vi hidden = (column >= begin) & (column < end);
+    store(s + c, hidden ? never : load(s + c));
+  }
+}
+
 // -inf where the reach ends, in columns first ... first + n of the row; n is a multiple of kUnit.
 REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
-  if (reach.low <= first && first + n <= reach.high) return;
-  bool interval = reach.low < reach.high;
-  vf never = splat(-INFINITY);
-  int64_t gaps[2][2] = {{reach.prefix, interval ? reach.low : INT64_MAX}, {reach.high, interval ? INT64_MAX : 0}};
-  for (auto &gap : gaps) {
-    int begin = (int)clamp(gap[0] - first, 0, n), end = (int)clamp(gap[1] - first, 0, n);
-    for (int c = begin / kLanes * kLanes; c < end; c += kLanes) {
-      vi column = lane_numbers() + c;
-      vi hidden = (column >= begin) & (column < end);
-      store(s + c, hidden ? never : load(s + c));
-    }
-  }
+  bool interval = reach.low < reach.high;  // a prefix ends before it
+  if (!interval || reach.low > first)
+    conceal(s, (int)clamp(reach.prefix - first, 0, n), interval ? (int)clamp(reach.low - first, 0, n) : (int)n);
+  if (interval && reach.high < first + n) conceal(s, (int)clamp(reach.high - first, 0, n), (int)n);
 }
 
 // Raw products of one row in columns first ... first + n become base-2 logits, in place: scaled, capped, biased.
@@ -158,6 +167,9 @@ void drop(const Call &x, const Query &q, float *p, int64_t first, int64_t n) {
   for (int64_t c = 0; c < n; ++c) p[c] = mix(line ^ (column + (uint32_t)c)) >= least ? p[c] : 0.0f;
 }
 REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f / (1.0f - x.dropout_p) : 0.0f; }
+
+// A log-sum-exp in base 2; never inlined, so that the forward and the backward pass round alike.
+__attribute__((noinline)) float lse_base_2(float lse) { return lse * kLog2e; }
 
 // Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
 bool is_read(const Call &x, int64_t batch, int64_t column) {

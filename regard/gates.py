@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.biases import alibi_slopes
@@ -45,8 +44,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``. Not torch's own, which is x above 20 and whose strides differ from what compilers assume."""
+    x = _wide(x)
+    return torch.logaddexp(x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 def _logsigmoid(x: Tensor) -> Tensor:
-    return F.logsigmoid(_wide(x).contiguous())  # compiled graphs assume strides that the CPU's kernel does not keep
+    return -_softplus(-x)
 
 
 def softplus_step(x: Tensor, bias: Tensor | None = None, limits: tuple[float, float] = (0.0, float("inf"))) -> Tensor:
@@ -61,7 +66,7 @@ def softplus_step(x: Tensor, bias: Tensor | None = None, limits: tuple[float, fl
     low, high = limits
     if not 0.0 <= low <= high:
         raise ValueError(f"limits: expected numbers with 0 <= low <= high, got {limits}")
-    step = F.softplus(_wide(x) if bias is None else _wide(x) + _wide(bias))
+    step = _softplus(x if bias is None else _wide(x) + _wide(bias))
     return step if (low, high) == (0.0, float("inf")) else step.clamp(low, high)
 
 
@@ -169,7 +174,7 @@ def rglru_decay(gate: Tensor, p: Tensor, c: float = 8.0) -> Tensor:
     >>> rglru_decay(torch.ones(1), torch.zeros(1)).item()
     -5.545177459716797
     """
-    return -c * _wide(gate) * F.softplus(_wide(p))
+    return -c * _wide(gate) * _softplus(p)
 
 
 def lower_bounded_decay(x: Tensor, low: Tensor | float = 0.0) -> Tensor:
@@ -200,7 +205,7 @@ def step_bias(count: int, low: float = 1e-3, high: float = 0.1, floor: float = 1
 
     Gu and Dao 2023, arXiv:2312.00752, sec. 3.6.
 
-    >>> 1e-4 <= F.softplus(step_bias(1)).item() <= 0.11
+    >>> 1e-4 <= _softplus(step_bias(1)).item() <= 0.11
     True
     """
     step = torch.exp(torch.empty(count).uniform_(math.log(low), math.log(high))).clamp_min(floor)

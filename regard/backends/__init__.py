@@ -27,9 +27,9 @@ from torch import Tensor
 
 from regard.backends import chunked, flex, native, reference, sdpa
 from regard.backends.call import AttentionCall
-from regard.backends.recurrent import chunked as chunked_recurrence
-from regard.backends.recurrent import reference as recurrent_reference
-from regard.backends.recurrent import scans
+from regard.backends.native import states as native_states
+from regard.backends.recurrent import chunked as chunked_states
+from regard.backends.recurrent import reference as reference_states
 from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
 from regard.errors import BackendUnsupported
 
@@ -42,6 +42,7 @@ __all__ = [
     "SelectiveScanCall",
     "Verdict",
     "count_backends",
+    "dispatch",
     "explain_call",
     "names",
     "run",
@@ -51,11 +52,12 @@ __all__ = [
 
 Call = AttentionCall | StateCall
 
+_STATES = {"native": native_states, "chunked": chunked_states, "reference": reference_states}
 _BACKENDS: dict[str, dict[str, ModuleType]] = {
     "attention": {"native": native, "sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference},
-    "recurrence": {"chunked": chunked_recurrence, "reference": recurrent_reference},
-    "scan": {"chunked": scans, "reference": recurrent_reference},
-    "selective_scan": {"chunked": scans, "reference": recurrent_reference},
+    "recurrence": _STATES,
+    "scan": _STATES,
+    "selective_scan": _STATES,
 }
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "chunked", "flex", "reference"),
@@ -150,9 +152,17 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in said)
 
 
+_KNOWING = {
+    (kind, operation): tuple(name for name in order if name in known)
+    for kind, order in (*ORDER.items(), ("", _OTHER))
+    for operation, known in _BACKENDS.items()
+}
+
+
 def _order(call: Call) -> tuple[str, ...]:
     """The backends that know the operation, in the order in which they are asked."""
-    return tuple(name for name in ORDER.get(call.device.type, _OTHER) if name in _BACKENDS[call.operation])
+    kind = call.device.type
+    return _KNOWING[kind if kind in ORDER else "", call.operation]
 
 
 def _reason(call: Call, name: str) -> str | None:
@@ -208,9 +218,13 @@ def _note_fallback(call: Call, taken: str) -> None:
         _log.info("%s falls back to the slow %s backend: %s", call.operation, taken, reason)
 
 
-def run(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """Run the call on the selected backend; see above for what comes back."""
-    chosen = select(call, name)
+def dispatch(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
+    """Select and run."""
+    return run(call, select(call, name))
+
+
+def run(call: Call, chosen: str) -> tuple[Tensor, Tensor]:
+    """Run the call on the backend that `select` chose; see above for what comes back."""
     if not torch.compiler.is_compiling() and getattr(_local, "counts", None) is not None:
         _local.counts[chosen] += 1
     result: tuple[Tensor, Tensor] = _BACKENDS[call.operation][chosen].run(call)

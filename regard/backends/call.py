@@ -16,7 +16,7 @@ from regard.masks import Full, Mask
 from regard.masks.intervals import PAST
 from regard.sites import Frame, Packing
 
-__all__ = ["AttentionCall", "inside_transform", "pattern_of", "sink_share", "zero_unread"]
+__all__ = ["AttentionCall", "inside_transform", "may_be_transformed", "pattern_of", "sink_share", "zero_unread"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,11 @@ class AttentionCall:
     @property
     def wants_grad(self) -> bool:
         """Whether autograd will record this call."""
-        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return (self.sink is not None or self.bias is not None) and any(t.requires_grad for t in self.tensors)
 
     @property
     def transformed(self) -> bool:
@@ -72,7 +76,9 @@ class AttentionCall:
     @property
     def under_derivatives(self) -> bool:
         """Whether forward-mode derivatives, or derivative transforms of torch.func, run through the call."""
-        if self.transformed and any(map(_tracks_gradients, self.tensors)):
+        if torch.compiler.is_compiling():
+            return False
+        if torch._C._are_functorch_transforms_active() and any(map(_tracks_gradients, self.tensors)):
             return True
         return _dual(self.tensors)
 
@@ -141,6 +147,13 @@ def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     read = allowed.any(2).any(1)[:, None, :, None]
     zero = torch.zeros((), dtype=k.dtype, device=k.device)
     return torch.where(read, k, zero), torch.where(read, v, zero)
+
+
+def may_be_transformed() -> bool:
+    """Whether any function transform or forward-mode derivative is under way, in eager mode."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def inside_transform(tensors: Iterable[Tensor]) -> bool:

@@ -3,6 +3,8 @@
     import regard.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="regard")
 
+and ``accelerate(model)`` does the same for recurrent layers.
+
 The mask function turns transformers' predicates into `regard.masks` (a causal mask stays a rule, never a tensor), so
 windows, padding, packed rows (by ``position_ids``), static and sliding caches skip what they don't need. Softcaps,
 sinks, position biases, grouped heads, dropout, training and returned weights work, in every model that asks its
@@ -20,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.integrations.acceleration import Acceleration, accelerate
 from regard.masks import Band, Causal, Dense, Full, KeyPadding, Mask, Segments
 from regard.ops.attention import attention, attention_weights
 from regard.sites import can_read
 
-__all__ = ["NAME", "Handed", "attention_forward", "make_mask", "register"]
+__all__ = ["NAME", "Acceleration", "Handed", "accelerate", "attention_forward", "make_mask", "register"]
 
 NAME = "regard"
 

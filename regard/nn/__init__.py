@@ -7,6 +7,7 @@ from regard.mixers.gla import GatedLinearAttention, GLADecay
 from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.hgrn import HGRN, ForgetBounds
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
+from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.mixers.lightning import LightningAttention
 from regard.mixers.mamba1 import Mamba
@@ -32,6 +33,8 @@ __all__ = [
     "LatentProjections",
     "LatentSizes",
     "LightningAttention",
+    "LinearAttention",
+    "LinearCrossAttention",
     "Mamba",
     "Mamba2",
     "MambaShell",

@@ -164,7 +164,7 @@ def _run(call: AttentionCall, backend: str | None) -> tuple[Tensor, Tensor]:
     out, lse = backends.run(call, chosen)
     if call.sink is not None:
         out = out * sink_share(lse, call.sink).unsqueeze(-1)
-    return out.to(call.q.dtype), lse
+    return (out if out.dtype == call.q.dtype else out.to(call.q.dtype)), lse
 
 
 def _call(
@@ -181,11 +181,9 @@ def _call(
     lse: bool,
 ) -> AttentionCall:
     """The checked record of a call."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
+    for x in (q, k, v):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            _refuse_operand("q" if x is q else "k" if x is k else "v", x)
     if _autocast(q):
         low = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(low) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (q, k, v))
@@ -193,29 +191,33 @@ def _call(
         raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.is_floating_point():
         raise TypeError(f"q, k, v: expected a floating dtype, got {q.dtype}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(f"q, k, v: expected one device, got {q.device}, {k.device}, {v.device}")
+    device = q.device
+    if not (device == k.device and device == v.device):
+        raise ValueError(f"q, k, v: expected one device, got {device}, {k.device}, {v.device}")
     batch, q_heads, q_len, width = q.shape
-    kv_heads, k_len = k.shape[1], k.shape[2]
-    if k.shape[0] != batch or k.shape[3] != width:
+    k_batch, kv_heads, k_len, k_width = k.shape
+    v_batch, v_heads, v_len, _ = v.shape
+    if k_batch != batch or k_width != width:
         raise ValueError(f"k: expected ({batch}, Hkv, Tk, {width}) to go with q {tuple(q.shape)}, got {tuple(k.shape)}")
-    if v.shape[:3] != k.shape[:3]:
+    if v_batch != batch or v_heads != kv_heads or v_len != k_len:
         raise ValueError(f"v: expected {tuple(k.shape[:3])} before the value size, as k has, got {tuple(v.shape)}")
     if not kv_heads or q_heads % kv_heads:
         raise ValueError(
             f"k: the number of query heads must be a multiple of the key heads, got Hq={q_heads}, Hkv={kv_heads}"
         )
     mask, bias = as_mask(mask), as_bias(bias)
-    packing = split_packing(mask) if mask is not None else None
+    packing = split_packing(mask) if mask is not None and mask.offsets() is None else None
     if packing is not None and q_start is not None:
         raise ValueError(
             "q_start: packed lengths place the queries themselves; leave q_start=None with Segments.from_lengths"
         )
-    for part in (mask, bias):
-        if part is not None:
-            part.check(batch, q_heads, q_len, k_len)
+    if mask is not None:
+        mask.check(batch, q_heads, q_len, k_len)
+    if bias is not None:
+        bias.check(batch, q_heads, q_len, k_len)
     p = _probability(dropout_p)
-    frame = Frame(batch, q_heads, q_len, k_len, _start(q_start, batch, k_len - q_len), packing, q.device)
+    start = k_len - q_len if q_start is None else _start(q_start, batch)
+    frame = Frame(batch, q_heads, q_len, k_len, start, packing, device)
     return AttentionCall(
         q,
         k,
@@ -230,6 +232,12 @@ def _call(
         pattern_of(mask, frame),
         lse,
     )
+
+
+def _refuse_operand(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
+    raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
 
 
 def _scale(scale: Any, width: int) -> float:
@@ -270,9 +278,7 @@ def _probability(p: Any) -> float:
     return float(p)
 
 
-def _start(q_start: Any, batch: int, default: int) -> int | Tensor:
-    if q_start is None:
-        return default
+def _start(q_start: Any, batch: int) -> int | Tensor:
     if isinstance(q_start, Tensor):
         if q_start.is_floating_point() or q_start.dtype == torch.bool or q_start.shape not in ((), (batch,), (1,)):
             raise ValueError(f"q_start: expected an int or an integer tensor ({batch},), got {describe(q_start)}")

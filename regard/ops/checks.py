@@ -78,9 +78,8 @@ def scale_of(scale: Any, width: int) -> float:
 
 
 def tied(out: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """`out`, and if it is empty, with the gradient 0 towards each tensor, so that nothing is left without one."""
-    if out.numel():
-        return out
+    """An empty `out` with the gradient 0 towards each tensor, so that nothing is left without one."""
     for x in tensors:
-        out = out + x.flatten()[:0].sum().to(out.dtype)
+        if x.is_floating_point():
+            out = out + x.flatten()[:0].sum().to(out.dtype)
     return out

@@ -95,4 +95,5 @@ def convolve(
         latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + reach - 1)[:, None])
         tail = torch.where((ids == latest)[..., None], tail, 0.0)
     given = (x, weight, *(t for t in (bias, state) if t is not None))
-    return tied(y, given).to(x.dtype), tail
+    y = y if y.numel() else tied(y, given)
+    return y.to(x.dtype), tail

@@ -26,6 +26,7 @@ def recurrence(
     scale: float | None = None,
     segments: Ids | None = None,
     chunk_size: int | None = None,
+    into: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A matrix state that decays, is written to, and is read: ``o_t = scale * S_t^T q_t``.
@@ -44,6 +45,8 @@ def recurrence(
             segment, the last one's is returned). Or ``Segments.from_lengths`` with B = 1: then there is one state
             ``(sequences, Hv, Dk, Dv)`` per sequence, in and out, empty ones included.
         chunk_size: tokens that `chunked` takes together, rounded down to a power of two; it changes no result.
+        into: where to put the last state, a contiguous tensor of its shape and dtype, which may be `state` itself: a
+            decode step then updates a state in place. Only where no gradient is recorded.
         backend: a backend by name instead of the first that can.
 
     Returns:
@@ -78,24 +81,44 @@ def recurrence(
     factor = scale_of(scale, sizes[0])
     q, k, v = lowered(q, k, v)
     beta, decay = transition.beta, transition.log_decay
+    if into is not None:
+        shape = (batch if lengths is None else len(lengths), heads, *sizes)
+        _check_into(into, shape, RecurrenceCall(q, k, v, beta, decay, state, None, factor, None))
     with without_autocast(q):
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size)
-            out, last = backends.run(call, backend)
-            return tied(out, call.tensors).to(q.dtype), last if lengths is None else last[:0]
+            call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size, into)
+            out, last = backends.dispatch(call, backend)
+            out = out if out.numel() else tied(out, call.tensors)
+            last = last if lengths is None else last[:0]
+            return out if out.dtype == q.dtype else out.to(q.dtype), last if into is None else _put(last, into)
 
         timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v, *rest = parts
             strength = rest.pop(0) if beta is not None else None
-            return backends.run(
+            return backends.dispatch(
                 RecurrenceCall(q, k, v, strength, rest[0] if rest else decay, state, None, factor, chunk_size), backend
             )
 
         out, last = by_sequence(lengths, timed, state, body, axis=2)
-        return out.to(q.dtype), last
+        return out.to(q.dtype), last if into is None else _put(last, into)
+
+
+def _put(state: Tensor, into: Tensor) -> Tensor:
+    """The state in `into`, where a backend may have put it already."""
+    return into if state is into else into.copy_(state)
+
+
+def _check_into(into: Any, shape: tuple[int, ...], call: RecurrenceCall) -> None:
+    """Raise unless the last state may be written to `into`."""
+    check_float("into", into, 4, shape, call.q)
+    check_shape("into", into, shape)
+    if into.dtype != call.compute_dtype or not into.is_contiguous():
+        raise ValueError(f"into: expected a contiguous {call.compute_dtype} tensor, got {describe(into)}")
+    if into.requires_grad or call.wants_grad:
+        raise ValueError("into: a state that is overwritten has no gradient; use torch.no_grad, or take the new state")
 
 
 def _check(q: Any, k: Any, v: Any, transition: Any) -> tuple[int, int]:

@@ -63,12 +63,13 @@ def scan(
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = ScanCall(x, log_a, state, starts)
-            y, last = backends.run(call, backend)
-            return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
+            y, last = backends.dispatch(call, backend)
+            y = y if y.numel() else tied(y, call.tensors)
+            return y.to(x.dtype), last if lengths is None else last[:0]
         timed = log_a.expand(1, tokens, *log_a.shape[2:])
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
-            return backends.run(ScanCall(parts[0], parts[1], state, None), backend)
+            return backends.dispatch(ScanCall(parts[0], parts[1], state, None), backend)
 
         y, last = by_sequence(lengths, [(x, 1), (timed, 1)], state, body, axis=1)
         return y.to(x.dtype), last
@@ -137,12 +138,13 @@ def selective_scan(
         if not lengths:
             starts = None if lengths is not None else starts_of(segments, batch, tokens)
             call = SelectiveScanCall(x, dt, A, B, C, D, state, starts)
-            y, last = backends.run(call, backend)
-            return tied(y, call.tensors).to(x.dtype), last if lengths is None else last[:0]
+            y, last = backends.dispatch(call, backend)
+            y = y if y.numel() else tied(y, call.tensors)
+            return y.to(x.dtype), last if lengths is None else last[:0]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             x, dt, B, C = parts
-            return backends.run(SelectiveScanCall(x, dt, A, B, C, D, state, None), backend)
+            return backends.dispatch(SelectiveScanCall(x, dt, A, B, C, D, state, None), backend)
 
         y, last = by_sequence(lengths, [(each, 1) for each in (x, dt, B, C)], state, body, axis=1)
         return y.to(x.dtype), last

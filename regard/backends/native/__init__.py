@@ -22,10 +22,11 @@ __all__ = ["defer", "reject", "run"]
 
 def reject(call: AttentionCall) -> str | None:
     """No library, another device, float64, function transforms; masks and biases too large to write out."""
-    if call.q.device.type != "cpu":
-        return f"it runs on the CPU, not on {call.q.device.type}"
-    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {call.q.dtype}"
+    device, dtype = call.q.device, call.q.dtype
+    if device.type != "cpu":
+        return f"it runs on the CPU, not on {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes float32, bfloat16 and float16, not {dtype}"
     if call.transformed:
         return "its kernels take no function transforms (vmap, jvp, jacrev)"
     if call.under_derivatives:
@@ -46,8 +47,10 @@ def _trains_bias(call: AttentionCall) -> bool:
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse): out in float32 where gradients or a sink follow, else in q's dtype."""
-    q, k, v = call.q, call.k, call.v
-    wide, v_dim = call.wants_grad or call.sink is not None, v.shape[3]
+    wide = call.wants_grad or call.sink is not None
+    if call.q.dtype == torch.float32 and call.q.shape[3] and call.v.shape[3]:
+        return attend(operands_of(call), wide)
+    q, k, v, v_dim = call.q, call.k, call.v, call.v.shape[3]
     # a trained bias gathers differences over many pairs, which the bfloat16 kernels' weights are too coarse for
     coarse = q.dtype == torch.bfloat16 and call.wants_grad and _trains_bias(call)
     if q.dtype == torch.float16 or coarse:

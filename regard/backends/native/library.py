@@ -11,7 +11,7 @@ from typing import Any
 
 import torch  # before the library: its OpenMP symbols bind to the runtime that torch has loaded
 
-__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "REASON", "run"]
+__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "OPTIONS", "REASON", "run"]
 
 NAME = "libregard.so.1"
 
@@ -36,15 +36,18 @@ class Record:
         self.size, self.pack = self._struct.size, self._struct.pack
 
 
+# regard_attention in two parts: what every call gives, and what most leave out
 CALL = Record("""
     int64: batch q_heads kv_heads q_len k_len k_dim v_dim
     int32: dtype
     float: scale softcap
-    pointer: q k v out lse
+    pointer: q k v out lse lse_low
     int32: out_f32
     int64: q_stride[3] k_stride[3] v_stride[3] out_stride[3]
     pointer: q_start
     int64: low high
+""")
+OPTIONS = Record("""
     pointer: prefix k_length keep q_segment k_segment mask
     int64: mask_stride[4]
     pointer: layout
@@ -61,6 +64,31 @@ GRAD = Record("""
     int64: d_bias_stride[4]
     pointer: d_relative
 """)
+# csrc/recurrent.h
+RECURRENCE = Record("""
+    int64: batch key_heads heads tokens k_dim v_dim
+    int32: dtype channel
+    float: scale
+    pointer: q k v out
+    int64: out_f32 q_stride[3] k_stride[3] v_stride[3] out_stride[3]
+    pointer: beta
+    int64: beta_stride[3]
+    pointer: log_decay
+    int64: decay_stride[3]
+    pointer: starts state last kept
+""")
+RECURRENCE_GRAD = Record("pointer: d_out d_last d_q d_k d_v d_beta d_log_decay d_state")
+SCAN = Record("""
+    int64: batch tokens width
+    pointer: log_a x starts state y last
+""")
+SCAN_GRAD = Record("pointer: y d_y d_last d_log_a d_x d_state")
+SELECTIVE = Record("""
+    int64: batch tokens width states
+    pointer: x dt A B C D starts state y last kept
+""")
+SELECTIVE_GRAD = Record("pointer: d_y d_last d_x d_dt d_A d_B d_C d_D d_state")
+_RECORDS = (RECURRENCE, RECURRENCE_GRAD, SCAN, SCAN_GRAD, SELECTIVE, SELECTIVE_GRAD)
 
 
 def _find() -> Path | None:
@@ -83,8 +111,8 @@ def _load() -> tuple[Any, str | None]:
     library.regard_isa.restype = ctypes.c_char_p
     library.regard_error.restype = ctypes.c_char_p
     library.regard_struct_size.restype = ctypes.c_int64
-    for which, record in enumerate((CALL, GRAD)):
-        if library.regard_struct_size(which) != record.size:
+    for which, size in enumerate((CALL.size + OPTIONS.size, GRAD.size, *(record.size for record in _RECORDS))):
+        if library.regard_struct_size(which) != size:
             return None, f"the kernels in {path} were built from other sources: install the package again"
     if library.regard_isa() is None:
         return None, f"REGARD_ISA={os.environ.get('REGARD_ISA')!r} names no instruction set"
@@ -98,6 +126,6 @@ ISA: str | None = LIBRARY.regard_isa().decode() if LIBRARY is not None else None
 def run(name: str, *records: bytes) -> None:
     """Call a kernel with torch's number of threads; raises RuntimeError with the library's words where it fails."""
     torch.get_num_threads()  # gives a new thread its share: OpenMP's setting belongs to the calling thread
-    status = getattr(LIBRARY, name)(*records)
+    status = getattr(LIBRARY, name)(*records)  # ctypes lets other Python threads run meanwhile
     if status:
         raise RuntimeError(f"{name}: {LIBRARY.regard_error(status).decode()}")

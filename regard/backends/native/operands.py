@@ -83,6 +83,8 @@ class _Reading(NamedTuple):
 def unfit(call: AttentionCall) -> str | None:
     """Why a call's mask or bias cannot be given to the kernels, in one sentence."""
     pairs = call.q.shape[2] * call.k.shape[2]
+    if call.bias is None and (pairs <= DENSE_LIMIT or call.pattern != "other"):
+        return None
     if _sorted_terms(call).others and pairs > DENSE_LIMIT:
         return f"it would hold this mask densely, over {DENSE_LIMIT:,} entries"
     relative, _, others = _sorted_biases(call)
@@ -100,15 +102,12 @@ def unfit(call: AttentionCall) -> str | None:
 def operands_of(call: AttentionCall) -> Operands:
     """The kernels' arguments for a call that `unfit` lets pass."""
     reading = _read_mask(call)
-    relative, dense, others = _sorted_biases(call)
-    parts = [bias.tensor.to(torch.float32) for bias in dense]
-    parts += [bias.scores(call.frame.site(), torch.float32) for bias in others]
-    vector, zero = _by_distance(call, relative) if relative else (None, 0)
+    bias, vector, zero = _read_bias(call) if call.bias is not None else (None, None, 0)
     return Operands(
         call.q,
         call.k,
         call.v,
-        functools.reduce(operator.add, map(_four, parts)) if parts else None,
+        bias,
         vector,
         *reading[:8],
         call.seed,
@@ -244,14 +243,21 @@ def _is_prefixed(term: Or, by: int, found: _Terms) -> bool:
 
 
 def _read_mask(call: AttentionCall) -> _Reading:
-    """What the kernels read of the mask; remembered on it for the sizes last seen, so that layers share one reading."""
+    """What the kernels read of the mask; remembered for the sizes last seen, so that layers share one reading."""
     mask, frame = call.mask, call.frame
-    if mask is None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or isinstance(frame.q_start, Tensor):
         return _new_reading(call)
-    if isinstance(frame.q_start, Tensor) or not all(map(can_read, tensors_of(mask))):
+    inference = torch.is_inference_mode_enabled()  # tensors made in it cannot be saved for a backward pass
+    if frame.packing is None:
+        if mask is None or call.pattern == "full":
+            return _interval(frame.batch, frame.q_start, -math.inf, math.inf, inference)
+        offsets = mask.offsets()
+        if offsets is not None and len(offsets.ranges) == 1:
+            return _interval(frame.batch, frame.q_start, *offsets.ranges[0], inference)
+    assert mask is not None
+    if not all(map(can_read, tensors_of(mask))):
         return _new_reading(call)
-    # tensors made in inference mode cannot be saved for a backward pass
-    key = (*(frame.batch, frame.heads, frame.q_len, frame.k_len, frame.q_start), torch.is_inference_mode_enabled())
+    key = (frame.batch, frame.heads, frame.q_len, frame.k_len, frame.q_start, inference)
     known = mask._memo.get("native")
     if known is None or known[0] != key:
         known = mask._memo["native"] = (key, _new_reading(call))
@@ -263,10 +269,10 @@ def _new_reading(call: AttentionCall) -> _Reading:
     batch, _, _, _, k_len, _ = call.sizes
     terms, frame, device = _sorted_terms(call), call.frame, call.q.device
     start = frame.q_start if frame.packing is None else _shift(frame.packing) or 0
-    ends = terms.offsets.ranges[0] if terms.offsets.ranges else (1.0, 0.0)
     q_segment, k_segment = _segments(terms.labels[0], frame) if terms.labels else (None, None)
     keeps = [mask.keep[:, by : by + k_len] for mask, by in terms.keeps]
     dense = _dense(terms, frame)
+    low, high = _ends(*(terms.offsets.ranges[0] if terms.offsets.ranges else (1.0, 0.0)))
     return _Reading(
         _numbers(start, batch, device),
         functools.reduce(torch.maximum, _counts(terms.prefix, batch, device)) if terms.prefix else None,
@@ -276,9 +282,21 @@ def _new_reading(call: AttentionCall) -> _Reading:
         k_segment,
         dense,
         _tiles(dense) if dense is not None else None,
-        LOWEST if ends[0] == -math.inf else int(ends[0]),
-        HIGHEST if ends[1] == math.inf else int(ends[1]),
+        low,
+        high,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _interval(batch: int, start: int, low: float, high: float, inference: bool) -> _Reading:
+    """The reading of a mask that is one interval of ``i - j``."""
+    return _Reading(
+        _numbers(start, batch, torch.device("cpu")), None, None, None, None, None, None, None, *_ends(low, high)
+    )
+
+
+def _ends(low: float, high: float) -> tuple[int, int]:
+    return LOWEST if low == -math.inf else int(low), HIGHEST if high == math.inf else int(high)
 
 
 def _numbers(n: int | Tensor, batch: int, device: torch.device) -> Tensor:
@@ -343,6 +361,15 @@ def _tiles(mask: Tensor) -> Tensor | None:
 
 
 # ---- biases ----------------------------------------------------------------------------------------------------------
+
+
+def _read_bias(call: AttentionCall) -> tuple[Tensor | None, Tensor | None, int]:
+    """The dense bias, the bias by distance, and the place of distance 0 in that."""
+    relative, dense, others = _sorted_biases(call)
+    parts = [bias.tensor.to(torch.float32) for bias in dense]
+    parts += [bias.scores(call.frame.site(), torch.float32) for bias in others]
+    written = functools.reduce(operator.add, map(_four, parts)) if parts else None
+    return written, *(_by_distance(call, relative) if relative else (None, 0))
 
 
 def _sorted_biases(call: AttentionCall) -> tuple[list[Bias], list[biases.Dense], list[Bias]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from regard.backends.call import inside_transform
+from regard.backends.call import inside_transform, may_be_transformed
 
 __all__ = ["RecurrenceCall", "ScanCall", "SelectiveScanCall", "StateCall"]
 
@@ -22,15 +21,14 @@ class StateCall:
     starts: Tensor | None  # bool (B, T): the token opens a segment, so the state is zeroed before it
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the call."""
-        values = (getattr(self, one.name) for one in fields(self))  # type: ignore[arg-type]  # each is a dataclass
-        return (value for value in values if isinstance(value, Tensor))
-
-    @property
     def lead(self) -> Tensor:
         """The tensor whose dtype and device are the call's."""
-        return next(self.tensors)
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the call."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +47,7 @@ class StateCall:
     @property
     def transformed(self) -> bool:
         """Whether torch.func transforms or forward-mode derivatives run through the call, in eager mode."""
-        return inside_transform(self.tensors)
+        return may_be_transformed() and inside_transform(self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +65,11 @@ class RecurrenceCall(StateCall):
     starts: Tensor | None
     scale: float
     chunk_size: int | None
+    into: Tensor | None = None  # where the last state may be put; only without gradients
+
+    @property
+    def lead(self) -> Tensor:
+        return self.q
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -93,6 +96,10 @@ class ScanCall(StateCall):
     state: Tensor | None
     starts: Tensor | None
 
+    @property
+    def lead(self) -> Tensor:
+        return self.x
+
     def first_state(self) -> Tensor:
         """The state before the first token, in the compute dtype."""
         if self.state is None:
@@ -114,6 +121,10 @@ class SelectiveScanCall(StateCall):
     D: Tensor | None
     state: Tensor | None
     starts: Tensor | None
+
+    @property
+    def lead(self) -> Tensor:
+        return self.x
 
     def first_state(self) -> Tensor:
         """The state before the first token, in the compute dtype."""

@@ -15,33 +15,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.backends.recurrent.call import ScanCall, SelectiveScanCall, StateCall
+from regard.backends.recurrent.call import ScanCall, SelectiveScanCall
 
-__all__ = ["defer", "reject", "run"]
+__all__ = ["blocked_scan", "blocked_selective_scan"]
 
 BLOCK = 64  # tokens
 
 
-def reject(call: StateCall) -> str | None:
-    """It runs every call."""
-    return None
+def blocked_scan(call: ScanCall) -> tuple[Tensor, Tensor]:
+    """(y, last state), both in the compute dtype."""
+    dtype = call.compute_dtype
+    a = torch.exp(call.log_a.to(dtype))
+    if call.starts is not None:
+        a = torch.where(call.starts.view(*call.starts.shape, *[1] * (a.ndim - 2)), 0.0, a)
+    return _scan(a, call.x.to(dtype), call.first_state())
 
 
-def defer(call: StateCall) -> str | None:
-    """It leaves nothing to others by itself."""
-    return None
-
-
-def run(call: StateCall) -> tuple[Tensor, Tensor]:
-    """(output, last state), both in the compute dtype."""
-    if isinstance(call, ScanCall):
-        dtype = call.compute_dtype
-        a = torch.exp(call.log_a.to(dtype))
-        if call.starts is not None:
-            a = torch.where(call.starts.view(*call.starts.shape, *[1] * (a.ndim - 2)), 0.0, a)
-        return _scan(a, call.x.to(dtype), call.first_state())
-    assert isinstance(call, SelectiveScanCall)
-    return _selective_scan(call)
+def blocked_selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
+    """(y, last state), both in the compute dtype."""
+    dtype, state, tokens = call.compute_dtype, call.first_state(), call.x.shape[1]
+    pieces = [each.to(dtype).split(BLOCK, 1) for each in (call.x, call.dt, call.B, call.C)]
+    starts = [None] * -(-tokens // BLOCK) if call.starts is None else call.starts.split(BLOCK, 1)
+    again = call.wants_grad and not call.transformed
+    outs = []
+    for x, dt, B, C, opened in zip(*pieces, starts, strict=True) if tokens else ():
+        arguments = (x, dt, call.A.to(dtype), B, C, state, opened)
+        out, state = _again(*arguments) if again else _block(*arguments)
+        outs.append(out)
+    out = torch.cat(outs, 1) if outs else call.x.to(dtype)
+    return out if call.D is None else out + call.D.to(dtype) * call.x.to(dtype), state
 
 
 def _scan(a: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,20 +69,6 @@ def _scan(a: Tensor, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     before = torch.cat((state[:, None], ends[:, :-1]), 1)
     y = torch.stack([part + all_a * before for part, all_a in zip(inside, product, strict=True)], 2)
     return y.flatten(1, 2)[:, :tokens], last
-
-
-def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
-    dtype, state, tokens = call.compute_dtype, call.first_state(), call.x.shape[1]
-    pieces = [each.to(dtype).split(BLOCK, 1) for each in (call.x, call.dt, call.B, call.C)]
-    starts = [None] * -(-tokens // BLOCK) if call.starts is None else call.starts.split(BLOCK, 1)
-    again = call.wants_grad and not call.transformed
-    outs = []
-    for x, dt, B, C, opened in zip(*pieces, starts, strict=True) if tokens else ():
-        arguments = (x, dt, call.A.to(dtype), B, C, state, opened)
-        out, state = _again(*arguments) if again else _block(*arguments)
-        outs.append(out)
-    out = torch.cat(outs, 1) if outs else call.x.to(dtype)
-    return out if call.D is None else out + call.D.to(dtype) * call.x.to(dtype), state
 
 
 def _again(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:

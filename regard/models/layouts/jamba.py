@@ -109,6 +109,7 @@ JAMBA = Layout(
     inert=frozenset(
         {
             "calc_logits_for_entire_prompt",
+            "n_ctx",
             "num_experts_per_tok",
             "num_logits_to_keep",
             "use_associative_scan",

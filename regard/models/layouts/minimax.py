@@ -120,6 +120,8 @@ def _minimax(c: Config, has: Callable[[str], bool]) -> Plan:
         Scores(dropout=c.dropout("attention_dropout")),
         _rotary(c, s.head_dim),
     )
+    c.only("postnorm", (True, None), "residuals start at the normed tokens")
+    c.only("shared_intermediate_size", (0, None), "no expert that every token goes through")
     routing = routing_of(c, "num_local_experts", 8, 2, normalized=True)
     moe = Experts(s.dim, c.count("intermediate_size", 14336), act, routing)
     rows = moe.rows("model.layers.{i}.block_sparse_moe", names=NUMBERED)
@@ -147,5 +149,5 @@ MINIMAX = Layout(
     prefix="model.",
     ignored=(ROTARY_BUFFER,),
     synonyms={"num_experts": "num_local_experts"},
-    inert=frozenset({"router_jitter_noise"}),  # noise in training
+    inert=frozenset({"router_jitter_noise", "shared_moe_mode"}),  # noise in training; of a shared expert
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from regard.models.config import Config, naming
 from regard.models.model import Model
-from regard.models.tables import Ignored, Row
+from regard.models.tables import Derived, Ignored, Row
 
 __all__ = ["Layout", "Plan"]
 
@@ -23,11 +23,13 @@ class Plan:
         rows: the tensors that the file must hold.
         tied: names in the file for the table that embedding and head share; empty where they are two tensors. The first
             name is the one that is written.
+        derived: tensors that the file may hold besides, which follow from the options.
     """
 
     make: Callable[[], Model]
     rows: list[Row]
     tied: tuple[str, ...] = ()
+    derived: tuple[Derived, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,13 @@ class Layout:
 
 
 def bounds(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The most that counts may be for these tensors: a layer has at least one, and no part is wider than the widest."""
+    """The most that counts may be for these tensors: a layer has at least one, and no part is wider than the widest; an
+    expert has one, or is a part of one.
+    """
     widest = max((n for shape in shapes.values() for n in shape), default=0)
     return {
         "num_hidden_layers": len(shapes),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), max(len(shapes), widest)),
         **dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), widest),
     }
 

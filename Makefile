@@ -30,7 +30,7 @@ check-native: $(STAMP)  ## the kernels under address and undefined-behaviour san
 	$(PIP) cmake ninja
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DREGARD_SANITIZE=address,undefined
 	$(BIN)/cmake --build build/sanitize
-	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so)" \
+	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native*.py
 
 # Needs g++-aarch64-linux-gnu; with qemu-user too, the kernels also run, against the plain loops.

@@ -389,7 +389,8 @@ class StateCache(Cache):
         for name, state in states.items():
             new = state.detach()
             # a view would keep all that it was cut from, and an output that the caller may write to
-            setattr(self, name, new.clone() if new.untyped_storage().nbytes() != new.nbytes else new)
+            alone = not torch.compiler.is_compiling() and new.untyped_storage().nbytes() == new.nbytes
+            setattr(self, name, new if alone else new.clone())
         self.owner = owner
         self.log.write(self.length, placed, tokens)
         self.length += tokens

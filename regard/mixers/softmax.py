@@ -23,7 +23,7 @@ from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
-from regard.tokens import place
+from regard.tokens import Placed, place
 
 __all__ = ["MultiHeadAttention", "griffin_attention", "records"]
 
@@ -106,7 +106,7 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | WindowCache | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim). See the class for the arguments' meanings."""
-        q, held, options = self._read(
+        x, q, held, options = self._read(
             x, context, mask=mask, keep=keep, positions=positions, segments=segments, cache=cache
         )
         out = attention(q, held.k, held.v, dropout_p=self.scores.dropout if self.training else 0.0, **options)
@@ -120,7 +120,7 @@ class MultiHeadAttention(nn.Module):
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, D)): the weights before dropout and what they mix; a cache stays as it is."""
-        q, held, options = self._read(x, context, **arguments)
+        _, q, held, options = self._read(x, context, **arguments)
         _, weights, _ = attention_weights(q, held.k, held.v, **options)
         v = held.v.to(weights.dtype).repeat_interleave(self.heads // self.kv_heads, 1)
         read = (weights != 0).any(-2).any(1)[:, None, :, None]
@@ -157,8 +157,10 @@ class MultiHeadAttention(nn.Module):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         cache: KVCache | WindowCache | None = None,
-    ) -> tuple[Tensor, Held, dict[str, Any]]:
-        """Queries, the keys and values they read, and the rest of the attention call; nothing is changed."""
+    ) -> tuple[Tensor, Tensor, Held, dict[str, Any]]:
+        """x without what padding holds, its queries, the keys and values they read, and the rest of the call.
+
+        Nothing is changed."""
         check_tokens("x", x, self.dim)
         if cache is not None and not isinstance(cache, (KVCache, WindowCache)):
             raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
@@ -174,6 +176,7 @@ class MultiHeadAttention(nn.Module):
                 if cache is None
                 else cache.place(batch, tokens, x.device, **given)
             )
+            x = _real(x, placed)
             q, (k, v) = self._queries(x, placed.positions), self._keys(x, placed.positions)
             held = Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
             start = (0 if cache is None else cache.length) - held.first
@@ -186,7 +189,7 @@ class MultiHeadAttention(nn.Module):
         options["mask"] = read_mask(self.mask, mask, held, x)
         bias = self.bias() if isinstance(self.bias, nn.Module) else self.bias
         options["bias"] = None if bias is None else bias.moved(held.first).among(held.keep).to(x.device)
-        return q, held, options
+        return x, q, held, options
 
     def _read_context(
         self,
@@ -215,7 +218,7 @@ class MultiHeadAttention(nn.Module):
         check_tokens("context", context, self.k_proj.in_features, x)
         sizes = (context.shape[0], context.shape[1], context.device)
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
-        k, v = self._keys(context, None)
+        k, v = self._keys(_real(context, placed), None)
         return Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -242,6 +245,11 @@ class MultiHeadAttention(nn.Module):
         if self.gate_proj is not None:
             out = out * torch.sigmoid(self.gate_proj(x))
         return out if self.o_proj is None else self.o_proj(out)
+
+
+def _real(x: Tensor, placed: Placed) -> Tensor:
+    """Tokens with 0 at padding: what stands there would reach the projections' gradients."""
+    return x if placed.keep is None else torch.where(placed.keep[..., None], x, 0.0)
 
 
 def griffin_attention(

@@ -20,6 +20,7 @@ __all__ = [
     "lowered",
     "scale_of",
     "tied",
+    "widened",
     "without_autocast",
 ]
 
@@ -41,6 +42,12 @@ def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A block that autocast doesn't lower: sums stay in the compute dtype."""
     return torch.autocast(x.device.type, enabled=False) if autocasting(x) else contextlib.nullcontext()
+
+
+def widened(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the compute dtype of `like`: what several parts of a call read adds its gradients up there."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return tuple(x if x is None else x.to(dtype) for x in tensors)
 
 
 def check_float(name: str, x: Any, ndim: int, shape: object, like: Tensor | None = None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard import backends
 from regard.backends import ShortConvCall
-from regard.ops.checks import check_float, check_shape, check_state, tied, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 
 __all__ = ["convolve", "short_conv"]
@@ -60,10 +60,14 @@ def short_conv(
             y, tail = convolve(x, weight, bias, state, starts)
             return y, tail if lengths is None else tail[:0]
 
-        def body(parts: list[Tensor], state: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
-            return convolve(parts[0], weight, bias, state, None, lengths)
+        taken, added = widened(x, weight, bias)
 
-        return by_sequence(lengths, [(x, 1)], state, body, axis=1)
+        def body(parts: list[Tensor], state: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
+            assert taken is not None
+            return convolve(parts[0], taken, added, state, None, lengths)
+
+        y, tail = by_sequence(lengths, [(x, 1)], state, body, axis=1)
+        return y if y.numel() else tied(y, [t for t in (x, weight, bias, state) if t is not None]), tail
 
 
 def convolve(

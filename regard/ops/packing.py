@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -42,10 +43,12 @@ def starts_of(segments: Ids | None, batch: int, tokens: int) -> Tensor | None:
         raise TypeError(f"segments: expected integer ids {(batch, tokens)} or Segments, got {describe(segments)}")
     if tuple(ids.shape) not in ((batch, tokens), (tokens,)):
         raise ValueError(f"segments: expected shape {(batch, tokens)}, one id per token, got {tuple(ids.shape)}")
-    steps = ids.expand(batch, tokens).diff(dim=1)
-    if can_read(steps) and bool((steps < 0).any()):
+    if isinstance(segments, Segments) and segments.k_ids is not None and segments.k_ids is not ids:
+        raise ValueError("segments: a recurrence has no keys of its own; give Segments one tensor of ids")
+    early, late = ids.expand(batch, tokens)[:, :-1], ids.expand(batch, tokens)[:, 1:]
+    if can_read(early) and bool((late < early).any()):
         raise ValueError("segments: expected ids that never fall within a row, got a smaller id after a larger one")
-    return torch.cat((steps.new_zeros(batch, min(tokens, 1), dtype=torch.bool), steps != 0), 1)
+    return torch.cat((early.new_zeros(batch, min(tokens, 1), dtype=torch.bool), early != late), 1)
 
 
 def by_sequence(
@@ -65,7 +68,7 @@ def by_sequence(
     groups: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
         groups.setdefault(max(length - 1, 0).bit_length() if length else -1, []).append(number)
-    offsets = [sum(lengths[:number]) for number in range(len(lengths))]
+    offsets = [0, *accumulate(lengths)]
     outs, states, places, rows = [], [], [], []
     for members in groups.values():
         longest = max(lengths[number] for number in members)

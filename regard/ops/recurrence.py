@@ -9,8 +9,9 @@ from torch import Tensor
 from regard import backends
 from regard.backends import RecurrenceCall
 from regard.masks.checks import describe, whole
-from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, tied, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
+from regard.sites import can_read
 from regard.transitions import Decay, Delta
 
 __all__ = ["recurrence"]
@@ -93,6 +94,8 @@ def recurrence(
             last = last if lengths is None else last[:0]
             return out if out.dtype == q.dtype else out.to(q.dtype), last if into is None else _put(last, into)
 
+        if decay is not None and decay.ndim == 1:
+            (decay,) = widened(q, decay)
         timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +106,7 @@ def recurrence(
             )
 
         out, last = by_sequence(lengths, timed, state, body, axis=2)
+        out = out if out.numel() else tied(out, [x for x in (q, k, v, beta, decay, state) if x is not None])
         return out.to(q.dtype), last if into is None else _put(last, into)
 
 
@@ -117,8 +121,31 @@ def _check_into(into: Any, shape: tuple[int, ...], call: RecurrenceCall) -> None
     check_shape("into", into, shape)
     if into.dtype != call.compute_dtype or not into.is_contiguous():
         raise ValueError(f"into: expected a contiguous {call.compute_dtype} tensor, got {describe(into)}")
+    if can_read(into):
+        home = into.untyped_storage().data_ptr()
+        for name in ("q", "k", "v", "beta", "log_decay", "state"):
+            x = getattr(call, name)
+            if x is not None and x.untyped_storage().data_ptr() == home and _clash(into, x, name == "state"):
+                raise ValueError(f"into: it shares memory with {name}; give a tensor of its own, or state itself")
     if into.requires_grad or call.wants_grad:
         raise ValueError("into: a state that is overwritten has no gradient; use torch.no_grad, or take the new state")
+
+
+def _clash(into: Tensor, x: Tensor, itself: bool) -> bool:
+    """Whether writing `into` while `x` is read would mix them up; `itself`: they may be the same numbers."""
+    if itself and (into.data_ptr(), into.dtype, into.stride()) == (x.data_ptr(), x.dtype, x.stride()):
+        return False
+    (first, end), (begin, stop) = _stretch(into), _stretch(x)
+    return first < stop and begin < end
+
+
+def _stretch(x: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to behind its last."""
+    start = x.data_ptr()
+    if not x.numel():
+        return start, start
+    reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (reach + 1) * x.element_size()
 
 
 def _check(q: Any, k: Any, v: Any, transition: Any) -> tuple[int, int]:

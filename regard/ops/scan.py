@@ -7,7 +7,7 @@ from torch import Tensor
 from regard import backends
 from regard.backends import ScanCall, SelectiveScanCall
 from regard.masks.checks import describe
-from regard.ops.checks import check_float, check_shape, check_state, tied, without_autocast
+from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 from regard.sites import can_read
 from regard.transitions import check_log_decay
@@ -66,12 +66,15 @@ def scan(
             y, last = backends.dispatch(call, backend)
             y = y if y.numel() else tied(y, call.tensors)
             return y.to(x.dtype), last if lengths is None else last[:0]
-        timed = log_a.expand(1, tokens, *log_a.shape[2:])
+        (wide,) = widened(x, log_a)
+        assert wide is not None
+        timed = wide.expand(1, tokens, *log_a.shape[2:])
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             return backends.dispatch(ScanCall(parts[0], parts[1], state, None), backend)
 
         y, last = by_sequence(lengths, [(x, 1), (timed, 1)], state, body, axis=1)
+        y = y if y.numel() else tied(y, ScanCall(x, log_a, state, None).tensors)
         return y.to(x.dtype), last
 
 
@@ -142,9 +145,13 @@ def selective_scan(
             y = y if y.numel() else tied(y, call.tensors)
             return y.to(x.dtype), last if lengths is None else last[:0]
 
+        everywhere, skip = widened(x, A, D)
+
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             x, dt, B, C = parts
-            return backends.dispatch(SelectiveScanCall(x, dt, A, B, C, D, state, None), backend)
+            assert everywhere is not None
+            return backends.dispatch(SelectiveScanCall(x, dt, everywhere, B, C, skip, state, None), backend)
 
         y, last = by_sequence(lengths, [(each, 1) for each in (x, dt, B, C)], state, body, axis=1)
+        y = y if y.numel() else tied(y, SelectiveScanCall(x, dt, A, B, C, D, state, None).tensors)
         return y.to(x.dtype), last

@@ -65,7 +65,7 @@ def _empty_recurrence(tensors: Tensors, numbers: Numbers, keep: bool) -> Outputs
     out = v.new_empty(batch, heads, tokens, value_dim)
     last = v.new_empty(batch, heads, key_dim, value_dim, dtype=torch.float32)
     count = _blocks(tokens, every) if keep else 0  # as csrc/recurrence.inc has it
-    kept = v.new_empty(batch, heads, count, key_dim, value_dim, dtype=torch.float32)
+    kept = v.new_empty(batch * heads * count * key_dim * value_dim, dtype=torch.float32)
     return out, last, kept
 
 
@@ -82,7 +82,7 @@ def _recurrence_record(tensors: Tensors, numbers: Numbers, outputs: Outputs) -> 
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
         *(address(beta), *((0, 0, 0) if beta is None else beta.stride())),
         *(address(decay), *((0, 0, 0) if decay is None else decay.stride()[:3])),
-        *(address(starts), address(state), last.data_ptr(), address(kept if kept.shape[2] else None)),
+        *(address(starts), address(state), last.data_ptr(), address(kept if kept.numel() else None)),
     )
 
 
@@ -194,7 +194,7 @@ def _empty_selective(tensors: Tensors, numbers: Numbers, keep: bool) -> Outputs:
     assert x is not None and A is not None
     batch, tokens, width = x.shape
     last = x.new_empty(batch, width, A.shape[1])
-    kept = x.new_empty(batch, _blocks(tokens, SELECTIVE_EVERY) if keep else 0, width, A.shape[1])
+    kept = x.new_empty(batch * (_blocks(tokens, SELECTIVE_EVERY) if keep else 0) * width * A.shape[1])
     return torch.empty_like(x), last, kept
 
 
@@ -202,7 +202,7 @@ def _selective_record(tensors: Tensors, outputs: Outputs) -> bytes:
     x, dt, A, B, C, D, state, starts = tensors
     y, last, kept = outputs
     assert x is not None and A is not None
-    pointers = (address(t) for t in (x, dt, A, B, C, D, starts, state, y, last, kept if kept.shape[1] else None))
+    pointers = (address(t) for t in (x, dt, A, B, C, D, starts, state, y, last, kept if kept.numel() else None))
     return library.SELECTIVE.pack(*x.shape, A.shape[1], *pointers)
 
 

@@ -37,9 +37,10 @@ def blocked_selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
     pieces = [each.to(dtype).split(BLOCK, 1) for each in (call.x, call.dt, call.B, call.C)]
     starts = [None] * -(-tokens // BLOCK) if call.starts is None else call.starts.split(BLOCK, 1)
     again = call.wants_grad and not call.transformed
+    A = call.A.to(dtype)  # once: the blocks' gradients add up in the compute dtype
     outs = []
     for x, dt, B, C, opened in zip(*pieces, starts, strict=True) if tokens else ():
-        arguments = (x, dt, call.A.to(dtype), B, C, state, opened)
+        arguments = (x, dt, A, B, C, state, opened)
         out, state = _again(*arguments) if again else _block(*arguments)
         outs.append(out)
     out = torch.cat(outs, 1) if outs else call.x.to(dtype)

@@ -112,7 +112,8 @@ class Config:
     result is never passed over in silence.
 
     ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts, by what
-    the file's tensors can fill where there is one, so that no loop runs, and no table is formed, for a number that only a file made up.
+    the file's tensors can fill where there are some, so that no loop runs, and no table is formed, for a number that
+    only a file made up.
 
     >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
     >>> c.count("num_attention_heads", 8)

@@ -75,9 +75,9 @@ PRESETS = (
         parameters="2.8T",
         active="104B",
         partial=True,
-        note="attention layers, caches and states only: experts, residual connections and activation are not public in "
-        "enough detail. Unverified: that the decay's projection has the rank of a head, as in Kimi Linear, and the form "
-        "of the activation. The embedding stands, the head does not",
+        note="attention layers, caches and states only: its experts, residual connections and activation are not "
+        "public in enough detail. Unverified: that the decay's projection has the rank of a head, as in Kimi Linear. "
+        "The embedding's table stands for the head too",
         layout=KIMI_K3,
         config={
             "model_type": "kimi_k3",

@@ -488,6 +488,27 @@ def test_the_command_reads_options_from_a_file(capsys, tmp_path):
     assert "19,440 bytes" in out
 
 
+def test_options_of_stored_weights_are_noted_not_refused(capsys, tmp_path):
+    """The released DeepSeek-V3 states how its 8-bit weights are stored; a plan reads none of them."""
+    file = tmp_path / "config.json"
+    stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps({**preset("deepseek-v3").config, "quantization_config": stored}))
+    code, out, _ = run(capsys, str(file))
+    assert code == 0
+    assert "quantization_config" in out
+    code, out, _ = run(capsys, str(file), "--json")
+    assert "quantization_config" in json.loads(out)["note"]
+
+
+def test_bytes_a_token_are_told_exactly(capsys, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**preset("llama-2-70b").config, "num_key_value_heads": 64}))
+    _, out, _ = run(capsys, str(file))
+    assert "2,621,440 bytes" in out
+    _, out, _ = run(capsys, str(file), "--cache-bits", "0.00001")
+    assert "1.64 bytes" in out
+
+
 def test_the_plot_is_one_picture_of_lines(capsys, tmp_path):
     file = tmp_path / "memory.svg"
     code, _, err = run(capsys, "Kimi-Linear-48B-A3B", "--context", "1000000", "--plot", str(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,19 +59,30 @@ def run(request: Request) -> None:
         raise ValueError(f"--cache-bits must be a number above 0 and at most 64, got {request.cache_bits:g}")
     if request.plot is not None and request.plot.suffix != ".svg":
         raise ValueError(f"--plot: accepted is a file whose name ends in .svg, got {str(request.plot)!r}")
-    title, preset, model = _model(request.model)
-    found = estimate(model, Setting(request.context, request.batch, getattr(torch, request.dtype), request.cache_bits))
+    subject = _subject(request.model)
+    found = estimate(
+        subject.model, Setting(request.context, request.batch, getattr(torch, request.dtype), request.cache_bits)
+    )
     if request.plot is not None:
         request.plot.write_text(_picture(found), encoding="utf-8")
     if request.as_json:
-        facts = {"model": title} if preset is None else _facts(preset)
+        facts = {"model": subject.title, "note": subject.note} if subject.preset is None else _facts(subject.preset)
         print(json.dumps(facts | found.as_dict(), indent=2))
         return
-    _print(title, preset, found)
+    _print(subject, found)
 
 
-def _model(name: str) -> tuple[str, Preset | None, Any]:
-    """(what to call it, the preset if it is one, the model without weights)."""
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: its name, the model without weights, the preset if it is one, what is to be said of it."""
+
+    title: str
+    model: Any
+    preset: Preset | None = None
+    note: str | None = None
+
+
+def _subject(name: str) -> Subject:
     from regard.errors import CheckpointError
     from regard.models import Decoder
     from regard.models.files import read_json
@@ -81,7 +93,7 @@ def _model(name: str) -> tuple[str, Preset | None, Any]:
         raise ValueError(f"MODEL is missing; {accepted}")
     if name.lower() in PRESETS:
         chosen = preset(name)
-        return chosen.release, chosen, chosen.build()
+        return Subject(chosen.release, chosen.build(), chosen, chosen.note or None)
     path = Path(name)
     if path.is_dir():
         inside = f" (such as {path / 'config.json'})" if (path / "config.json").is_file() else ""
@@ -90,13 +102,17 @@ def _model(name: str) -> tuple[str, Preset | None, Any]:
         raise ValueError(f"MODEL: there is no preset and no file {name!r}; {accepted}")
     try:
         config = read_json(path)
+        quantized = (
+            config.pop("quantization_config", None) is not None
+        )  # how a file stores weights, of which none is read
         model = skeleton(config, name)
     except CheckpointError as error:
         raise ValueError(f"MODEL: {error}") from None
     if not isinstance(model, Decoder):
         family = config["model_type"]
         raise ValueError(f"MODEL: {name}: model_type={family!r} is no decoder and keeps no cache; accepted: a decoder")
-    return f"{name} ({config['model_type']})", None, model
+    note = "weights are planned in --dtype, not as quantization_config stores them" if quantized else None
+    return Subject(f"{name} ({config['model_type']})", model, None, note)
 
 
 def _facts(preset: Preset) -> dict[str, Any]:
@@ -113,25 +129,23 @@ def _facts(preset: Preset) -> dict[str, Any]:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _print(title: str, preset: Preset | None, found: Estimate) -> None:
-    s, own = found.setting, found.own
+def _print(subject: Subject, found: Estimate) -> None:
+    s, own, preset = found.setting, found.own, subject.preset
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(title if preset is None else f"{title} ({preset.source})")
+    console.print(subject.title if preset is None else f"{subject.title} ({preset.source})")
     if preset is not None:
         active = f", {preset.active} active" if preset.active else ""
         console.print(f"published    {preset.parameters} parameters{active}")
-        if preset.note:
-            console.print(f"note         {preset.note}")
+    if subject.note:
+        console.print(f"note         {subject.note}")
     dtype = str(s.dtype).removeprefix("torch.")
     what = "parameters" if preset is None or not preset.partial else "built parts"
     console.print(
         f"{what:<12} {found.parameters:,}, {found.active:,} for one token; {size(found.weight_bytes)} in {dtype}"
     )
-    console.print(
-        f"\nat {s.context:,} tokens in each of {s.batch:,} row{'s' * (s.batch > 1)}, caches of {float(s.bits):g} bits"
-    )
+    console.print(f"\n{s.batch:,} row{'s' * (s.batch > 1)} of {s.context:,} tokens, caches of {float(s.bits):g} bits")
     if own.per_token:
-        each = f"{own.per_token:,} elements a token ({float(own.per_token * s.bits / 8):,g} bytes)"
+        each = f"{own.per_token:,} elements a token ({exact(own.per_token * s.bits / 8)} bytes)"
         console.print(f"cache        {each}: {size(own.cache_bytes(s.context) - s.cache_bytes(s.batch * own.ring))}")
     if own.ring:
         slots = sorted({kind.holds.slots for kind in own.kinds if kind.holds.slots})
@@ -194,6 +208,15 @@ def _table(*columns: str) -> Table:
     for place, column in enumerate(columns):
         table.add_column(column, no_wrap=not place)
     return table
+
+
+def exact(count: Fraction) -> str:
+    """A number of bytes, which need not be whole.
+
+    >>> exact(Fraction(2621440)), exact(Fraction(7, 4))
+    ('2,621,440', '1.75')
+    """
+    return f"{count.numerator:,}" if count.denominator == 1 else f"{float(count):,.2f}"
 
 
 def size(count: int) -> str:

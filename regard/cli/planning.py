@@ -251,9 +251,8 @@ def _picture(found: Estimate) -> str:
     from regard.analysis.plot import lines
 
     last = max(20, (found.setting.context - 1).bit_length())
-    lengths = [2**power for power in range(8, last + 1, max(1, (last - 8) // 6))]
+    lengths = [2**power for power in range(last, 7, -max(1, (last - 8) // 6))][::-1]
     curves = {one.name: [(n, float(one.bytes(n))) for n in lengths] for one in (found.own, *found.others)}
     rows = found.setting.batch
-    return lines(
-        curves, f"tokens in each of {rows:,} row{'s' * (rows > 1)}", "caches and states", lambda y: size(round(y))
-    )
+    x_label = f"tokens in each of {rows:,} rows" if rows > 1 else "tokens"
+    return lines(curves, x_label, "caches and states", lambda y: f"{scaled(round(y))}B")

@@ -6,187 +6,20 @@ caches off what their ``init_cache`` makes, work by the closed forms of `regard.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
 
 from regard.analysis.alternatives import HYBRID, alternatives
-from regard.analysis.costs import (
-    Footprint,
-    expert_parameters,
-    experts_touched,
-    footprint,
-    idle_parameters,
-    matrix_macs,
-    prefill_macs,
-    step_macs,
-    tokens_like,
-)
-from regard.analysis.labels import feedforward_label, mixer_label
-from regard.masks.checks import whole
+from regard.analysis.arrangements import STATE_BITS, Arrangement, Kind, Setting, arrangement
+from regard.analysis.costs import expert_parameters, experts_touched, idle_parameters, matrix_macs, tokens_like
+from regard.analysis.labels import feedforward_label
 from regard.models.decoder import Decoder
 
-__all__ = ["Arrangement", "Crossover", "Estimate", "Kind", "Setting", "estimate"]
-
-STATE_BITS = 32  # states stay in float32 whatever the dtype
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is planned for.
-
-    Args:
-        context: N, tokens of a row.
-        batch: B, rows.
-        dtype: of the weights.
-        cache_bits: of an element of keys, values or latents, on average; the dtype's by default. States are in float32.
-
-    >>> Setting(context=1000, cache_bits=6).bits
-    Fraction(6, 1)
-    """
-
-    context: int = 32768
-    batch: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    cache_bits: float | None = None
-
-    def __post_init__(self) -> None:
-        whole("context", self.context, 1)
-        whole("batch", self.batch, 1)
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise TypeError(f"dtype: expected a floating torch.dtype, got {self.dtype!r}")
-        if self.cache_bits is not None and not 0 < self.cache_bits <= 64:
-            raise ValueError(f"cache_bits: expected a number above 0 and at most 64, got {self.cache_bits}")
-
-    @property
-    def bits(self) -> Fraction:
-        """Bits of an element of a cache."""
-        return Fraction(8 * self.dtype.itemsize if self.cache_bits is None else self.cache_bits)
-
-    def cache_bytes(self, elements: int) -> int:
-        """Bytes of so many elements of a cache."""
-        return math.ceil(elements * self.bits / 8)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Equal layers, each with what it holds of one row (elements) and does."""
-
-    name: str
-    layers: int
-    parameters: int
-    holds: Footprint
-    macs_per_token: int
-    prefill_macs: int
-    step_macs: int
-
-    @classmethod
-    def of(cls, layer: nn.Module, layers: int, context: int) -> Kind:
-        """Read off one of the layers."""
-        parameters = sum(p.numel() for p in layer.parameters())
-        work = matrix_macs(layer), prefill_macs(layer, context), step_macs(layer, context)
-        return cls(mixer_label(layer), layers, parameters, footprint(layer), *work)
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """What stands in a model's layers to mix tokens, and its costs over all layers and rows.
-
-    `flops` are of the mixing layers alone, projections included; a decode step is one token in every row, which reads
-    `context` tokens.
-    """
-
-    name: str
-    kinds: tuple[Kind, ...]
-    setting: Setting
-
-    def _sum(self, values: Iterable[int]) -> int:
-        return sum(kind.layers * value for kind, value in zip(self.kinds, values, strict=True))
-
-    @property
-    def parameters(self) -> int:
-        """Of the mixing layers."""
-        return self._sum(k.parameters for k in self.kinds)
-
-    @property
-    def per_token(self) -> int:
-        """Elements of cache that each further token of a row adds, whatever its length."""
-        return self._sum(k.holds.per_token for k in self.kinds)
-
-    @property
-    def window_per_token(self) -> int:
-        """Elements of rings for every token in them."""
-        return self._sum(k.holds.window for k in self.kinds)
-
-    @property
-    def ring(self) -> int:
-        """Elements of rings of a row, allocated whole."""
-        return self._sum(k.holds.ring for k in self.kinds)
-
-    @property
-    def state(self) -> int:
-        """Elements of states of a row."""
-        return self._sum(k.holds.state for k in self.kinds)
-
-    @property
-    def tail(self) -> int:
-        """Elements of convolutions' last inputs of a row."""
-        return self._sum(k.holds.tail for k in self.kinds)
-
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of keys, values and latents of all rows of so many tokens; rings are allocated whole."""
-        return self.setting.cache_bytes(self.setting.batch * (self.per_token * tokens + self.ring))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of states and convolutions' inputs of all rows."""
-        return self.setting.batch * (self.state + self.tail) * STATE_BITS // 8
-
-    def bytes(self, tokens: int) -> int:
-        """Both together."""
-        return self.cache_bytes(tokens) + self.state_bytes
-
-    @property
-    def prefill_flops(self) -> int:
-        """Of `context` tokens in every row."""
-        context = self.setting.context
-        return 2 * self.setting.batch * self._sum(context * k.macs_per_token + k.prefill_macs for k in self.kinds)
-
-    @property
-    def decode_flops(self) -> int:
-        """Of one more token in every row."""
-        return 2 * self.setting.batch * self._sum(k.macs_per_token + k.step_macs for k in self.kinds)
-
-    @property
-    def decode_bytes(self) -> int:
-        """What that token reads of the caches, and reads and writes of the states."""
-        context = self.setting.context
-        read = self.setting.batch * self._sum(k.holds.read(context) for k in self.kinds)
-        return self.setting.cache_bytes(read) + 2 * self.state_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: sums over all layers; elements of one row, bytes and FLOPs of all rows."""
-        context = self.setting.context
-        return {
-            "name": self.name,
-            "parameters": self.parameters,
-            "cache_elements_per_token": self.per_token,
-            "window_elements_per_token": self.window_per_token,
-            "window_elements": self.ring,
-            "state_elements": self.state,
-            "convolution_elements": self.tail,
-            "cache_bytes": self.cache_bytes(context),
-            "state_bytes": self.state_bytes,
-            "total_bytes": self.bytes(context),
-            "prefill_flops": self.prefill_flops,
-            "decode_flops": self.decode_flops,
-        }
+__all__ = ["Crossover", "Estimate", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -280,7 +113,7 @@ class Estimate:
             "dtype": str(s.dtype).removeprefix("torch."),
             "cache_bits": float(s.bits),
             "parameters": {"total": self.parameters, "active": self.active, "bytes": self.weight_bytes},
-            "layers": [_kind_dict(kind) for kind in own.kinds],
+            "layers": [kind.as_dict() for kind in own.kinds],
             "feedforward": [
                 {"kind": name, "layers": layers, "parameters": size} for name, layers, size in self.feedforwards
             ],
@@ -297,24 +130,6 @@ class Estimate:
             "alternatives": [one.as_dict() for one in self.others],
             "crossovers": [asdict(one) for one in self.crossovers],
         }
-
-
-def _kind_dict(kind: Kind) -> dict[str, Any]:
-    holds = kind.holds
-    return {
-        "kind": kind.name,
-        "layers": kind.layers,
-        "parameters": kind.parameters,
-        "cache_elements_per_token": holds.per_token,
-        "window": holds.slots or None,
-        "window_elements_per_token": holds.window,
-        "window_elements": holds.ring,
-        "state_elements": holds.state,
-        "convolution_elements": holds.tail,
-        "projection_flops_per_token": 2 * kind.macs_per_token,
-        "mixing_prefill_flops": 2 * kind.prefill_macs,
-        "mixing_decode_flops": 2 * kind.step_macs,
-    }
 
 
 def estimate(model: nn.Module, setting: Setting | None = None) -> Estimate:
@@ -334,16 +149,6 @@ def estimate(model: nn.Module, setting: Setting | None = None) -> Estimate:
     own = arrangement("as it is", mixers, setting)
     others = tuple(arrangement(name, layers, setting) for name, layers in alternatives(mixers).items())
     return Estimate(model, setting, own, others, _feedforwards(model), _crossovers(own, others, setting))
-
-
-def arrangement(name: str, layers: Sequence[Any], setting: Setting) -> Arrangement:
-    """Layers of a stack by kind, in the order in which kinds appear."""
-    counts: dict[tuple[Any, ...], list[Any]] = {}
-    for layer in layers:
-        key = mixer_label(layer), sum(p.numel() for p in layer.parameters())
-        counts.setdefault(key, []).append(layer)
-    kinds = tuple(Kind.of(equal[0], len(equal), setting.context) for equal in counts.values())
-    return Arrangement(name, kinds, setting)
 
 
 def _feedforward_parts(model: Decoder) -> list[nn.Module]:

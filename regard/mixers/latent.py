@@ -72,15 +72,17 @@ class LatentSizes:
         """Elements that a cache holds of a token."""
         return self.rank + self.rope_dim
 
-    def expanded_cost(self, queries: int, keys: int) -> int:
-        """Multiplications per head and row when the keys and values of every head are formed."""
+    def expanded_cost(self, queries: int, keys: int, pairs: int | None = None) -> int:
+        """Multiplications per head and row when every head's keys and values are formed; `pairs` is all by default."""
         expansion = self.rank * (self.nope_dim + self.value_dim)
-        return keys * expansion + queries * keys * (self.key_dim + self.value_dim)
+        met = queries * keys if pairs is None else pairs
+        return keys * expansion + met * (self.key_dim + self.value_dim)
 
-    def absorbed_cost(self, queries: int, keys: int) -> int:
+    def absorbed_cost(self, queries: int, keys: int, pairs: int | None = None) -> int:
         """Multiplications per head and row when queries and results pass through the expansion instead."""
         expansion = self.rank * (self.nope_dim + self.value_dim)
-        return queries * expansion + queries * keys * (self.per_token + self.rank)
+        met = queries * keys if pairs is None else pairs
+        return queries * expansion + met * (self.per_token + self.rank)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.errors import CheckpointError
 from regard.models.files import SafetensorsSource, Source, read_json, replacing
-from regard.models.layouts import LAYOUTS, Layout, Plan
+from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
 from regard.models.tables import Derived, Row, part_of, parts_of, whole_name
 from regard.models.tokenizer import Tokenizer
@@ -89,10 +89,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
     config = read_json(folder / "config.json")
-    layout = LAYOUTS.get(str(config.get("model_type")))
-    if layout is None:
-        known = ", ".join(sorted(LAYOUTS))
-        raise CheckpointError(f"{folder / 'config.json'}: model_type={config.get('model_type')!r}; accepted: {known}")
+    layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
     extras = {
         n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()

@@ -65,19 +65,21 @@ class Layout:
         source: str,
         has: Callable[[str], bool],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        most: Mapping[str, int] | None = None,
     ) -> Plan:
         """The plan of one checkpoint; every option is understood or refused.
 
         Args:
             source: the file that holds the options, as errors name it.
             shapes: of the tensors that there are; they bound the counts that the options may state. ``None``: no bound.
+            most: bounds on counts where there are no tensors.
 
         Raises:
             CheckpointError: naming an option that is unknown, or whose value is not supported; also from the plan's
                 ``make``, where options do not fit together.
         """
         with naming(source):
-            options = Config(config, source, self.synonyms, None if shapes is None else bounds(shapes))
+            options = Config(config, source, self.synonyms, most if shapes is None else bounds(shapes))
             plan = self.plan(options, has)
             options.close(self.inert)
         return replace(plan, make=partial(_made, plan.make, source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
@@ -13,7 +14,7 @@ from regard.models.layouts.rotary import rotary_from_config
 from regard.models.layouts.stacks import routing_of
 from regard.models.tables import Ignored
 
-__all__ = ["DEEPSEEK_V3", "SEVERAL"]
+__all__ = ["DEEPSEEK_V3", "KIMI_K2", "SEVERAL"]
 
 SEVERAL = "a module that predicts several tokens ahead; this decoder predicts the next one"
 
@@ -50,3 +51,5 @@ DEEPSEEK_V3 = Layout(
     synonyms={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     inert=FOLLOWING | TRAINING | {"num_nextn_predict_layers"},
 )
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+"""The same under the name that Kimi K2's files give."""

@@ -30,7 +30,16 @@ from regard.models.layouts.stacks import (
 from regard.models.tables import Row, Viewed, same
 from regard.nn import KDAGates, KimiDeltaAttention
 
-__all__ = ["KIMI_LINEAR", "KINDS", "SYNONYMS", "Delta", "experts_of", "feedforward_kinds"]
+__all__ = [
+    "KIMI_LINEAR",
+    "KINDS",
+    "SYNONYMS",
+    "Delta",
+    "experts_of",
+    "feedforward_kinds",
+    "kinds_from",
+    "older_options",
+]
 
 KINDS = ("linear_attention", "full_attention")
 SYNONYMS = {
@@ -90,10 +99,13 @@ def feedforward_kinds(c: Config, layers: int, dense: int) -> list[str]:
     return kinds_of(c, "mlp_layer_types", layers, ("dense", "sparse"), lambda i: "dense" if i < first else "sparse")
 
 
-def _older(c: Config) -> Mapping[str, Any]:
-    """The options of the linear layers, which the first checkpoints keep together in ``linear_attn_config``."""
+def older_options(c: Config, **further: str) -> Mapping[str, Any]:
+    """The options of the linear layers, which the first checkpoints keep together in ``linear_attn_config``.
+
+    They are read under their present names afterwards; `further` are such names of a family's own.
+    """
     older = c.table("linear_attn_config")
-    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"} | further
     names["short_conv_kernel_size"] = "linear_conv_kernel_dim"
     unknown = set(older) - set(names) - {"full_attn_layers", "kda_layers"}
     if unknown:
@@ -104,7 +116,8 @@ def _older(c: Config) -> Mapping[str, Any]:
     return older
 
 
-def _kinds(c: Config, older: Mapping[str, Any], layers: int) -> list[str]:
+def kinds_from(c: Config, older: Mapping[str, Any], layers: int) -> list[str]:
+    """Each layer's kind, from ``layer_types`` or from the older lists of layers, which count from 1."""
     full, linear = older.get("full_attn_layers"), older.get("kda_layers")
     if c.get("layer_types") is None and full is not None and linear is not None:
         numbers = range(1, layers + 1)
@@ -127,7 +140,7 @@ def _kimi_linear(c: Config, has: Callable[[str], bool]) -> Plan:
     c.only("moe_router_activation_func", ("sigmoid", None))
     c.only("moe_layer_freq", (1, None))
     act, eps = silu_of(c), c.number("rms_norm_eps", 1e-5, least=0.0)
-    older = _older(c)
+    older = older_options(c)
     size = c.count("linear_head_dim", 128)
     delta = Delta(
         dim,
@@ -151,7 +164,7 @@ def _kimi_linear(c: Config, has: Callable[[str], bool]) -> Plan:
         "dense": (dense, dense.rows(moe)),
         "sparse": (experts, experts.rows(moe, names=NUMBERED)),
     }
-    parts = layers_of(mixers, _kinds(c, older, layers), ffs, feedforward_kinds(c, layers, 1))
+    parts = layers_of(mixers, kinds_from(c, older, layers), ffs, feedforward_kinds(c, layers, 1))
     stack = Stack(c.count("vocab_size", 163840), dim, partial(RMSNorm, dim, eps), parts)
     return stack.plan(("input_layernorm", "post_attention_layernorm"))
 

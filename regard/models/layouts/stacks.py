@@ -22,6 +22,7 @@ __all__ = [
     "Dense",
     "Experts",
     "Layer",
+    "Make",
     "Part",
     "Stack",
     "conv_rows",

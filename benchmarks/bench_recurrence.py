@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import page
-import plot
 import torch
 import torch.nn.functional as F
 from bench_attention import Row, measure
@@ -26,6 +25,7 @@ from bench_machine import best, operations
 from torch import Tensor
 
 import regard
+from regard.analysis.plot import lines as drawn
 from regard.masks import Causal, Window
 from regard.transitions import Decay, Delta
 
@@ -280,7 +280,7 @@ def main() -> None:
         curves = over_length(options.longest)
     if options.write:
         page.write("recurrence", [*lines, "", *lone])
-        picture = plot.lines(curves, "tokens T (H=8, D=64, float32, one thread)", "milliseconds")
+        picture = drawn(curves, "tokens T (H=8, D=64, float32, one thread)", "milliseconds")
         (Path(page.PAGE).parent / "time_over_length.svg").write_text(picture, encoding="utf-8")
     return None
 

@@ -205,7 +205,7 @@ void read_decay(const Sizes &z, Chunk &c, const Head<In> &head, long first) {
       vi late = lane_numbers() + (int32_t)j;
       vf &log = logs[j / kLanes];
       log = late < (int32_t)i ? log + now[i] : vf{};
-      store(c.reach + i * z.size + j, late <= (int32_t)i ? decay_exp(log) : vf{});
+      store(c.reach + i * z.size + j, j > i ? vf{} : late <= (int32_t)i ? decay_exp(log) : vf{});
     }
   memcpy(c.end, c.reach + (z.size - 1) * z.size, z.size * sizeof(float));
   for (long i = 0; i < z.size; ++i)

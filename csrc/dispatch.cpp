@@ -134,6 +134,10 @@ int refused(const regard_scan &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   return x.batch < 1 || x.tokens < 1 || x.width < 1 ? REGARD_BAD_SIZE : REGARD_OK;
 }
+int refused(const regard_conv &x) {
+  if (!chosen()) return REGARD_UNKNOWN_ISA;
+  return x.batch < 1 || x.tokens < 1 || x.channels < 1 || x.taps < 1 ? REGARD_BAD_SIZE : REGARD_OK;
+}
 int refused(const regard_selective &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   return x.batch < 1 || x.tokens < 1 || x.width < 1 || x.states < 1 ? REGARD_BAD_SIZE : REGARD_OK;
@@ -164,6 +168,14 @@ REGARD_EXPORT int regard_selective_forward(const regard_selective *call) {
 REGARD_EXPORT int regard_selective_backward(const regard_selective *call, const regard_selective_grad *grad) {
   const int status = refused(*call);
   return status ? status : chosen()->states->selective_backward(call, grad);
+}
+REGARD_EXPORT int regard_conv_forward(const regard_conv *call) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->conv_forward(call);
+}
+REGARD_EXPORT int regard_conv_backward(const regard_conv *call, const regard_conv_grad *grad) {
+  const int status = refused(*call);
+  return status ? status : chosen()->states->conv_backward(call, grad);
 }
 REGARD_EXPORT int64_t regard_recurrence_kept(const regard_recurrence *call) {
   return chosen() ? chosen()->states->recurrence_kept(call) : 0;
@@ -198,6 +210,7 @@ REGARD_EXPORT int64_t regard_struct_size(int which) {
   constexpr int64_t sizes[] = {sizeof(regard_attention),      sizeof(regard_attention_grad),
                                sizeof(regard_recurrence),     sizeof(regard_recurrence_grad),
                                sizeof(regard_scan),           sizeof(regard_scan_grad),
-                               sizeof(regard_selective),      sizeof(regard_selective_grad)};
+                               sizeof(regard_selective),      sizeof(regard_selective_grad),
+                               sizeof(regard_conv),           sizeof(regard_conv_grad)};
   return which >= 0 && which < (int)(sizeof(sizes) / sizeof(sizes[0])) ? sizes[which] : 0;
 }

@@ -78,6 +78,28 @@ typedef struct regard_selective_grad {
   float *d_state;          // (B, width, states)
 } regard_selective_grad;
 
+// y_t = bias + sum_i weight_i x_{t - W + 1 + i}, i from 0 to W - 1, no tap across a segment's start; all float32.
+typedef struct regard_conv {
+  int64_t batch, tokens, channels, taps;
+  const float *x;          // (B, T, C), strides below
+  int64_t x_stride[2];     // batch, token
+  const float *weight;     // (W, C) contiguous: taps first
+  const float *bias;       // (C), or null
+  const uint8_t *starts;   // (B, T), or null
+  const float *state;      // (B, W - 1, C) contiguous: the inputs before, or null: zeros
+  float *y;                // (B, T, C) contiguous
+} regard_conv;
+
+typedef struct regard_conv_grad {
+  const float *d_y;        // (B, T, C) contiguous
+  float *d_x;              // (B, T, C) contiguous
+  float *d_weight;         // (W, C)
+  float *d_bias;           // (C), or null
+  float *d_state;          // (B, W - 1, C)
+} regard_conv_grad;
+
+int regard_conv_forward(const regard_conv *call);
+int regard_conv_backward(const regard_conv *call, const regard_conv_grad *grad);
 int regard_recurrence_forward(const regard_recurrence *call);
 int regard_recurrence_backward(const regard_recurrence *call, const regard_recurrence_grad *grad);
 int regard_scan_forward(const regard_scan *call);

@@ -10,6 +10,8 @@ typedef struct regard_state_kernels {
   int (*scan_backward)(const regard_scan *, const regard_scan_grad *);
   int (*selective_forward)(const regard_selective *);
   int (*selective_backward)(const regard_selective *, const regard_selective_grad *);
+  int (*conv_forward)(const regard_conv *);
+  int (*conv_backward)(const regard_conv *, const regard_conv_grad *);
   int64_t (*recurrence_kept)(const regard_recurrence *);
   int64_t (*selective_kept)(const regard_selective *);
   int64_t (*selective_groups)(const regard_selective *);

@@ -1,9 +1,9 @@
 """Caches: what a layer remembers of the tokens it has seen, owned by the caller and updated in place by the call.
 
-`KVCache` holds keys and values of up to `capacity` tokens; `WindowCache` holds the latest ones in a ring; `StateCache`
-holds a state of fixed size. All caches share the rules of `Cache`. What is stored is detached; storage is allocated
-once. A call first looks, and changes the cache only when it has succeeded (`commit`). Caches are pytrees whose tensors
-are leaves.
+`KVCache` holds keys and values of up to `capacity` tokens; `WindowCache` holds the latest ones in a ring; `LatentCache`
+holds one short vector a token that all heads share; `StateCache` holds a state of fixed size. All caches share the
+rules of `Cache`. What is stored is detached; storage is allocated once. A call first looks, and changes the cache only
+when it has succeeded (`commit`). Caches are pytrees whose tensors are leaves.
 
 >>> import torch, regard
 >>> layer = regard.nn.MultiHeadAttention(16, 4, kv_heads=2, mask=regard.masks.Causal())
@@ -29,7 +29,7 @@ from regard.errors import CacheError, CacheFull
 from regard.masks.checks import describe, whole
 from regard.tokens import Placed, Slots, TokenLog, place
 
-__all__ = ["Cache", "Held", "KVCache", "StateCache", "WindowCache"]
+__all__ = ["Cache", "Held", "KVCache", "LatentCache", "StateCache", "WindowCache"]
 
 C = TypeVar("C", bound="Cache")
 
@@ -38,7 +38,8 @@ C = TypeVar("C", bound="Cache")
 class Held:
     """The keys that a call may read; columns are slots ``first…``; keep, segments (B, columns) or None if all alike.
 
-    `fresh` are the call's own keys, values and places, which `Cache.commit` stores once the call has succeeded.
+    `fresh` is what the call itself brings, which the cache's `commit` stores once the call has succeeded: its keys and
+    values (or, in a `LatentCache`, the one tensor that both are read from) and its tokens' places.
     """
 
     k: Tensor
@@ -46,7 +47,7 @@ class Held:
     first: int
     keep: Tensor | None
     segments: Tensor | None
-    fresh: tuple[Tensor, Tensor, Placed]
+    fresh: tuple[Any, ...]
 
     @classmethod
     def alone(cls, k: Tensor, v: Tensor, placed: Placed) -> Held:
@@ -138,6 +139,20 @@ class Cache:
         """A copy that shares no storage."""
         return copy.deepcopy(self)
 
+    def _marks(self, first: int, placed: Placed, new: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(keep, segments) of the slots from `first` on, the call's tokens `new` (B, H, T, D) last; None: all alike."""
+        keep, segments = self.log.read(first, self.length)
+        fresh = placed.keep, placed.segments
+        seen, tokens = (new.shape[0], self.length - first), (new.shape[0], new.shape[2])
+        if keep is None and fresh != (None, None):
+            keep = torch.ones(seen, dtype=torch.bool, device=new.device)
+            segments = torch.zeros(seen, dtype=torch.long, device=new.device)
+        if keep is None or segments is None:
+            return None, None
+        new_keep = fresh[0] if fresh[0] is not None else keep.new_ones(tokens)
+        new_segments = fresh[1] if fresh[1] is not None else segments.new_zeros(tokens)
+        return torch.cat((keep, new_keep), 1), torch.cat((segments, new_segments), 1)
+
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         new = {name: None if t is None else fn(t) for name, t in self._tensors().items()}
         for name, t in new.items():
@@ -165,6 +180,19 @@ def _unflatten(cls: type[Cache], leaves: Any, context: Any) -> Cache:
     for name, leaf in zip(names, leaves, strict=True):
         setattr(cache.log if name in _LOGGED else cache, name, leaf)
     return cache
+
+
+def _copied(old: Tensor, new: Tensor) -> Tensor:
+    """What is stored and what is new, rounded as it will be stored, along the slots (axis 2), in new's dtype."""
+    return torch.cat((old.to(new.dtype), new.to(old.dtype).to(new.dtype)), 2)
+
+
+def _appended(buffer: Tensor, new: Tensor, length: int) -> Tensor:
+    """As `_copied`, of a buffer with room behind its first `length` slots; a view of it if no gradient is recorded."""
+    if torch.is_grad_enabled():  # autograd may keep what the call reads, and the buffer changes later
+        return _copied(buffer.narrow(2, 0, length), new)
+    buffer.narrow(2, length, new.shape[2]).copy_(new)  # past the length: nobody reads it until the commit
+    return buffer.narrow(2, 0, length + new.shape[2]).to(new.dtype)
 
 
 class _KeysAndValues(Cache):
@@ -201,24 +229,14 @@ class _KeysAndValues(Cache):
         """What a call with new keys (B, Hkv, T, Dk) and values reads, the new ones last; nothing is changed yet."""
         self.room_for(k.shape[2])
         self.fits(k, v)
-        first, stop = self.first, self.length
-        keep, segments = self.log.read(first, stop)
-        fresh = placed.keep, placed.segments
-        if keep is None and fresh != (None, None):
-            keep = torch.ones(k.shape[0], stop - first, dtype=torch.bool, device=k.device)
-            segments = torch.zeros(k.shape[0], stop - first, dtype=torch.long, device=k.device)
-        if keep is not None and segments is not None:
-            tokens = (k.shape[0], k.shape[2])
-            new_keep = fresh[0] if fresh[0] is not None else keep.new_ones(tokens)
-            new_segments = fresh[1] if fresh[1] is not None else segments.new_zeros(tokens)
-            keep, segments = torch.cat((keep, new_keep), 1), torch.cat((segments, new_segments), 1)
+        first = self.first
+        keep, segments = self._marks(first, placed, k)
         return Held(
             self._joined(self.k, k, first), self._joined(self.v, v, first), first, keep, segments, (k, v, placed)
         )
 
     def _joined(self, buffer: Tensor, new: Tensor, first: int) -> Tensor:
-        old = Slots(buffer, 2).read(first, self.length)
-        return torch.cat((old.to(new.dtype), new.to(buffer.dtype).to(new.dtype)), 2)
+        return _copied(Slots(buffer, 2).read(first, self.length), new)
 
     def commit(self, k: Tensor, v: Tensor, placed: Placed) -> None:
         """Store the new keys and values: the call has succeeded."""
@@ -263,11 +281,7 @@ class KVCache(_KeysAndValues):
         """Earlier tokens are all still there."""
 
     def _joined(self, buffer: Tensor, new: Tensor, first: int) -> Tensor:
-        if torch.is_grad_enabled():  # autograd may keep what the call reads, and the buffer changes later
-            return super()._joined(buffer, new, first)
-        stop = self.length + new.shape[2]
-        buffer.narrow(2, self.length, new.shape[2]).copy_(new)  # past the length: nobody reads it until the commit
-        return buffer.narrow(2, 0, stop).to(new.dtype)
+        return _appended(buffer, new, self.length)
 
 
 class WindowCache(_KeysAndValues):
@@ -307,6 +321,42 @@ class WindowCache(_KeysAndValues):
     def commit(self, k: Tensor, v: Tensor, placed: Placed) -> None:
         super().commit(k, v, placed)
         self.oldest = max(self.oldest, self.length - self.window)
+
+
+class LatentCache(Cache):
+    """What latent attention keeps of up to `capacity` tokens: B · capacity · (rank + rope_dim) elements, no heads.
+
+    `latent` (B, 1, capacity, rank + rope_dim): the normed latent, then the rotated key part that all heads share. As
+    keys all of it is read, as values its first `rank` channels. Raises `CacheFull` before anything changes.
+    """
+
+    tensor_names = ("latent",)
+
+    def __init__(
+        self, batch: int, capacity: int, rank: int, rope_dim: int, dtype: torch.dtype, device: Any = None
+    ) -> None:
+        super().__init__(batch, whole("capacity", capacity, 0), device)
+        self.capacity, self.rank = capacity, rank
+        self.latent = torch.zeros(batch, 1, capacity, rank + rope_dim, dtype=dtype, device=device)
+
+    def _can_crop(self, n: int) -> None:
+        """Earlier tokens are all still there."""
+
+    def extend(self, latent: Tensor, placed: Placed) -> Held:
+        """What a call with new latents (B, 1, T, rank + rope_dim) reads, the new ones last; nothing is changed yet."""
+        self.room_for(latent.shape[2])
+        if latent.shape[3] != self.latent.shape[3]:
+            raise ValueError(f"cache: made for latents of {self.latent.shape[3]}, got a layer with {latent.shape[3]}")
+        if latent.device != self.latent.device:
+            raise ValueError(f"cache: it is on {self.latent.device}, got latents on {latent.device}")
+        joined = _appended(self.latent, latent, self.length)
+        return Held(joined, joined[..., : self.rank], 0, *self._marks(0, placed, latent), (latent, placed))
+
+    def commit(self, latent: Tensor, placed: Placed) -> None:
+        """Store the new latents: the call has succeeded."""
+        Slots(self.latent, 2).write(self.length, latent.detach())
+        self.log.write(self.length, placed, latent.shape[2])
+        self.length += latent.shape[2]
 
 
 class StateCache(Cache):

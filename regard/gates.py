@@ -118,16 +118,20 @@ def logsigmoid_decay(x: Tensor, tau: float = 16.0, low: float | None = None) -> 
     return decay if low is None else decay.clamp_min(low)
 
 
-def lightning_slopes(heads: int, layer: int | None = None, layers: int | None = None) -> Tensor:
+def lightning_slopes(
+    heads: int, layer: int | None = None, layers: int | None = None, *, geometric: bool = False
+) -> Tensor:
     """ALiBi's slopes (heads,), float64, as decay rates (the log-decay is minus the slope); scaled down with depth.
 
-    With `layer` (from 0) of `layers`, times ``1 - layer / (layers - 1 + 1e-5) + 1e-5``: MiniMax-01. Qin et al. 2024,
+    They are ``2 ** (-8 (h + 1) / heads)`` where `heads` is a power of two, and with `geometric` for any number. With
+    `layer` (from 0) of `layers`, times ``1 - layer / (layers - 1 + 1e-5) + 1e-5``: MiniMax-01. Qin et al. 2024,
     arXiv:2401.04658; MiniMax 2025, arXiv:2501.08313. Raises ValueError for a layer that there isn't.
 
     >>> lightning_slopes(2).tolist()
     [0.0625, 0.00390625]
     """
-    slopes = alibi_slopes(heads)
+    steps = torch.arange(1, whole("heads", heads, 1) + 1, dtype=torch.float64)
+    slopes = torch.exp2(-8.0 * steps / heads) if geometric else alibi_slopes(heads)
     if layer is None and layers is None:
         return slopes
     count = whole("layers", layers, 1)

@@ -185,6 +185,11 @@ class YarnScaling(Scaling):
             return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
         return self._sharpness(1.0)
 
+    @property
+    def score_factor(self) -> float:
+        """``g(mscale_all_dim)^2``: DeepSeek's latent attention multiplies its scores by it too; 1 where not given."""
+        return self._sharpness(self.mscale_all_dim or 0.0) ** 2
+
     def _sharpness(self, scale: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 

@@ -24,7 +24,8 @@ for name in ("numpy", "safetensors", "tokenizers", "gguf", "typer", "rich", "tra
     sys.modules[name] = None
 import regard
 for item in pkgutil.walk_packages(regard.__path__, "regard."):
-    if not item.name.startswith(("regard.cli.commands", "regard.cli.generating", "regard.integrations.")):
+    typed = ("regard.cli.commands", "regard.cli.generating", "regard.cli.planning")
+    if not item.name.startswith((*typed, "regard.integrations.")):
         importlib.import_module(item.name)
 print("imported")
 """

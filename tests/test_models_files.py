@@ -74,7 +74,7 @@ def test_config_that_is_no_json_object(folder, content):
 
 def test_unknown_family(folder):
     configure(folder, model_type="unheard-of")
-    refuses(folder, "model_type='unheard-of'; accepted: bert, bloom")
+    refuses(folder, "model_type='unheard-of'; accepted: bailing_hybrid, bert, bloom")
     configure(folder, drop=["model_type"])
     refuses(folder, "model_type=None")
 

@@ -17,10 +17,11 @@ from regard.models import (
     Parallel,
     PostNorm,
     PreNorm,
+    Router,
+    Routing,
     Sandwich,
     Softcap,
     StackedExperts,
-    TopKRouter,
     activation,
 )
 from regard.models.tables import RotaryPermuted, Transposed
@@ -33,7 +34,9 @@ def randn(*shape):
 
 
 def experts(count=4, k=2):
-    moe = MixtureOfExperts(TopKRouter(6, count, k), StackedExperts(6, 5, count, ClampedSwiGLU(limit=0.3))).double()
+    moe = MixtureOfExperts(
+        Router(6, Routing(count, k, normalized=True), bias=True), StackedExperts(6, 5, count, ClampedSwiGLU(limit=0.3))
+    ).double()
     with torch.no_grad():
         for p in moe.parameters():
             p.normal_()
@@ -61,7 +64,7 @@ def test_mixture_of_experts_token_by_token():
 def test_experts_all_at_once_equal_the_chosen_ones():
     moe, x = experts(), randn(7, 6)
     weights, chosen = moe.router(x)
-    torch.testing.assert_close(moe.experts._all(x, weights, chosen), moe.experts(x, weights, chosen))
+    torch.testing.assert_close(moe.experts.through_all(x, weights, chosen), moe.experts(x, weights, chosen))
     torch.testing.assert_close(torch.vmap(moe)(x[:, None])[:, 0], moe(x))
 
 
@@ -73,8 +76,8 @@ def test_mixture_of_experts_trains_and_takes_nothing():
     assert all(p.grad is not None for p in moe.parameters())
     assert moe(randn(0, 3, 6)).shape == (0, 3, 6)
     assert moe(randn(2, 0, 6)).shape == (2, 0, 6)
-    with pytest.raises(ValueError, match="k=5"):
-        TopKRouter(6, 4, 5)
+    with pytest.raises(ValueError, match=r"^chosen: "):
+        Routing(4, 5)
 
 
 def test_activations_and_mlps():

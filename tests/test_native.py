@@ -115,6 +115,21 @@ def test_lengths(q_len, k_len):
     agrees(q, k, v, torch.bfloat16, mask=Causal())
 
 
+@pytest.mark.parametrize("heads", [1, 2, 5, 6, 7, 16])
+def test_decoding_with_values_of_whole_panels(heads):
+    """Odd counts of keys, and values that are not finite in the last key that is read and past it."""
+    for length, dv in ((1, 64), (31, 128), (33, 64), (1055, 192)):
+        q, k, v = made(1, heads, 1, 32), made(1, 1, length + 2, 32), made(1, 1, length + 2, dv)
+        v[:, :, length:] = torch.nan
+        for last in (0.0, torch.inf):
+            v[:, :, length - 1, 0] = last
+            for dtype in (torch.float32, torch.bfloat16):
+                low = [x.to(dtype) for x in (q, k, v)]
+                out = regard.attention(*low, mask=KeyLengths(length), backend="native")
+                want = regard.attention(*(x.double() for x in low), mask=KeyLengths(length), backend="reference")
+                near(out, want, LOW[dtype])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_heads_on_one_latent_cache(dtype):
     """A latent cache's decode step: many query heads on one key head, whose keys are read in parts."""

@@ -41,7 +41,11 @@ LAYERS = {
 TOP = 8
 SHARED_BY_MIXERS = {"base", "delta_rule", "parts", "recurrent"}
 # The command line's own modules, which `regard.cli` imports inside its `main`, need its two packages at import time.
-ALLOWED_AT_IMPORT = {"regard.cli.commands": {"typer", "rich"}, "regard.cli.generating": {"rich"}}
+ALLOWED_AT_IMPORT = {
+    "regard.cli.commands": {"typer", "rich"},
+    "regard.cli.generating": {"rich"},
+    "regard.cli.planning": {"rich"},
+}
 
 
 class Import(NamedTuple):

@@ -24,7 +24,24 @@ def mechanisms() -> str:
     return "\n".join(["| mechanism | in one line | kind | source |", "|---|---|---|---|", *rows])
 
 
-TABLES = {"mechanisms": mechanisms}
+def presets() -> str:
+    """One row for every released model, built without memory: parameters, and what a row of tokens leaves behind."""
+    from regard.analysis import estimate
+    from regard.models.presets import PRESETS
+
+    head = ["preset", "published", "built", "for one token", "cache, elements a token", "windows", "states", "tails"]
+    rows = [head, ["---"] * 4 + ["--:"] * 4]
+    for item in PRESETS.values():
+        found = estimate(item.build())
+        own = found.own
+        counts = (own.per_token, own.ring, own.state, own.tail)
+        published = item.parameters + (f", {item.active} active" if item.active else "")
+        built = f"{found.parameters:,}" + (" (parts)" if item.partial else "")
+        rows.append([item.name, published, built, f"{found.active:,}", *(f"{n:,}" if n else "" for n in counts)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+TABLES = {"mechanisms": mechanisms, "presets": presets}
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 

@@ -1,5 +1,7 @@
-"""Looking at mechanisms: the matrix that each of them mixes positions with."""
+"""Looking at mechanisms: the matrix that each of them mixes positions with, and what models of them cost."""
 
+from regard.analysis.arrangements import Setting
 from regard.analysis.mixing import mixing_matrix
+from regard.analysis.planning import Estimate, estimate
 
-__all__ = ["mixing_matrix"]
+__all__ = ["Estimate", "Setting", "estimate", "mixing_matrix"]

@@ -1,8 +1,8 @@
 """Backends: who can run a call, in which order they are asked, and why one says no.
 
-There are four operations (`attention`, `recurrence`, `scan`, `selective_scan`), each with its own record of a call, and
-a backend may stand for several. For an operation, a backend is a module with three functions that read only metadata
-(device, dtype, shapes, kinds of mask and bias), so that choosing traces under ``torch.compile(fullgraph=True)``:
+There are five operations (`attention`, `recurrence`, `scan`, `selective_scan`, `short_conv`), each with its own record
+of a call, and a backend may stand for several. For an operation, a backend is a module with three functions that read
+only metadata (device, dtype, shapes, kinds of mask and bias), so that choosing traces under ``torch.compile``:
 
 - ``reject(call) -> str | None``: why it cannot run the call, in one sentence.
 - ``defer(call) -> str | None``: why it would rather not, though it can; it still runs when asked for by name.
@@ -30,7 +30,7 @@ from regard.backends.call import AttentionCall
 from regard.backends.native import states as native_states
 from regard.backends.recurrent import chunked as chunked_states
 from regard.backends.recurrent import reference as reference_states
-from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, ShortConvCall, StateCall
 from regard.errors import BackendUnsupported
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "RecurrenceCall",
     "ScanCall",
     "SelectiveScanCall",
+    "ShortConvCall",
     "Verdict",
     "count_backends",
     "dispatch",
@@ -58,6 +59,7 @@ _BACKENDS: dict[str, dict[str, ModuleType]] = {
     "recurrence": _STATES,
     "scan": _STATES,
     "selective_scan": _STATES,
+    "short_conv": _STATES,
 }
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("native", "sdpa", "chunked", "flex", "reference"),

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do stands in generating.py and explaining.py."""
+"""The commands and their options. What they do stands in generating.py, explaining.py and planning.py."""
 
 from __future__ import annotations
 
@@ -157,3 +157,27 @@ def explain(
         print(json.dumps({"chosen": answer.chosen, "backends": rows}, indent=2))
         return
     print(answer)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A preset by name (regard plan --list), or the path of a config.json.")
+    ] = "",
+    context: Annotated[int, typer.Option(help="Tokens of a row, N.")] = 32768,
+    batch: Annotated[int, typer.Option(help="Rows, B.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights, and of caches without --cache-bits.")] = Dtype.bfloat16,
+    cache_bits: Annotated[
+        float | None, typer.Option(help="Bits of an element of keys, values or latents, such as 6 or 4.5.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory over length into this .svg file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the presets instead.")] = False,
+) -> None:
+    """Tell what a model costs to run, without its weights: parameters, caches, states, work, and alternatives."""
+    from regard.cli.planning import Request, list_presets, run
+
+    if names:
+        list_presets(as_json)
+        return
+    run(Request(model, context, batch, dtype.value, cache_bits, plot, as_json))

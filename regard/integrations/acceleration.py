@@ -7,6 +7,7 @@ model a ``forward`` that is the same code with other functions behind these name
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ from regard.ops.recurrence import recurrence
 from regard.ops.scan import scan
 from regard.transitions import Decay, Delta
 
-__all__ = ["Acceleration", "accelerate"]
+__all__ = ["NAME", "Acceleration", "accelerate"]
+
+NAME = "regard"  # of the attention implementation that `regard.integrations.transformers` registers
 
 
 def _delta_rule(
@@ -107,8 +110,8 @@ METHODS = {"_rnn_scan": _linear_scan}
 class Acceleration:
     """The layers that `accelerate` changed; `undo` gives them back, as does leaving a ``with`` block."""
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, layers: dict[str, nn.Module], attention: tuple[Any, str] | None) -> None:
+        self._layers, self._attention = layers, attention
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -120,7 +123,10 @@ class Acceleration:
         for layer in self._layers.values():
             for name in ("forward", *METHODS):
                 layer.__dict__.pop(name, None)
-        self._layers = {}
+        if self._attention is not None:
+            model, kind = self._attention
+            model.set_attn_implementation(kind)
+        self._layers, self._attention = {}, None
 
     def __enter__(self) -> Acceleration:
         return self
@@ -135,8 +141,9 @@ class Acceleration:
 def accelerate(model: nn.Module) -> Acceleration:
     """Run Gated DeltaNet, KDA, Mamba-2 and RG-LRU layers of a transformers model by regard's `recurrence` and `scan`.
 
-    The model's weights, caches and results stay (logits to rounding), training included. Single steps of Mamba-2
-    stay with transformers, whose state is updated in place.
+    Softmax attention beside them goes to `regard.attention`, where the model asks its configuration for an attention
+    function. Weights, caches and results stay (logits to rounding), training included. Single steps of Mamba-2 stay
+    with transformers, whose state is updated in place.
 
     Args:
         model: a transformers model, or any module that holds such layers.
@@ -174,6 +181,20 @@ def accelerate(model: nn.Module) -> Acceleration:
     for name, layer, attribute, _ in changes:
         if attribute in layer.__dict__:
             raise ValueError(f"model: {name} was changed already (accelerated, or wrapped by another library)")
+    attention = None
+    if _asks_for_attention(model):
+        attention = model, _config(model)._attn_implementation
+        model.set_attn_implementation(NAME)  # type: ignore[operator]  # a PreTrainedModel's
     for _, layer, attribute, value in changes:
         layer.__dict__[attribute] = value
-    return Acceleration({name: layer for name, layer, _, _ in changes})
+    return Acceleration({name: layer for name, layer, _, _ in changes}, attention)
+
+
+def _asks_for_attention(model: nn.Module) -> bool:
+    """Whether the model's code asks its configuration for an attention function, and for another one now."""
+    known = hasattr(sys.modules.get(type(model).__module__), "ALL_ATTENTION_FUNCTIONS")
+    return known and hasattr(model, "set_attn_implementation") and _config(model)._attn_implementation != NAME
+
+
+def _config(model: nn.Module) -> Any:
+    return model.config

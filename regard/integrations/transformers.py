@@ -22,14 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.integrations.acceleration import Acceleration, accelerate
+from regard.integrations.acceleration import NAME, Acceleration, accelerate
 from regard.masks import Band, Causal, Dense, Full, KeyPadding, Mask, Segments
 from regard.ops.attention import attention, attention_weights
 from regard.sites import can_read
 
 __all__ = ["NAME", "Acceleration", "Handed", "accelerate", "attention_forward", "make_mask", "register"]
-
-NAME = "regard"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.biases import RelativeBuckets
+from regard.caches import Held
+from regard.masks import KeyPadding, Mask, Segments, as_mask
 from regard.masks.checks import whole
 from regard.mixers.recurrent import Stream
 
@@ -24,6 +26,7 @@ __all__ = [
     "l2_normalized",
     "low_rank",
     "merge_heads",
+    "read_mask",
     "split_heads",
 ]
 
@@ -243,3 +246,23 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, T, D) as (B, T, heads * D)."""
     return x.transpose(1, 2).flatten(2)
+
+
+def read_mask(own: Mask | None, given: Mask | Tensor | None, held: Held, x: Tensor) -> Mask | None:
+    """What the queries of tokens `x` (B, T, dim) may read of `held`: a layer's own pattern, one given at the call (both
+    count every token seen), no padding, nothing of other segments.
+    """
+    pattern, extra = None if own is None else own.to(x.device), as_mask(given)
+    if extra is not None:
+        pattern = extra if pattern is None else pattern & extra
+    parts = [] if pattern is None else [pattern.moved(held.first)]
+    if held.keep is not None:
+        parts.append(KeyPadding(held.keep))
+    if held.segments is not None:
+        last = held.segments.shape[1] - x.shape[1]
+        parts.append(Segments(held.segments[:, last:], held.segments))
+    mask = parts[0] if parts else None
+    for part in parts[1:]:
+        assert mask is not None
+        mask = mask & part
+    return mask

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from regard.biases import Alibi, Bias
 from regard.caches import Held, KVCache, WindowCache
-from regard.masks import Causal, KeyPadding, Mask, Segments, Window, as_mask
+from regard.masks import Causal, Mask, Window
 from regard.masks.base import reach
 from regard.masks.checks import describe, whole
 from regard.mixers.base import Record, check_tokens
-from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, split_heads
+from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
 from regard.tokens import Placed, place
@@ -186,7 +186,7 @@ class MultiHeadAttention(nn.Module):
             "sink": self.sink,
             "q_start": start,
         }
-        options["mask"] = self._mask(mask, held, x)
+        options["mask"] = read_mask(self.mask, mask, held, x)
         bias = self.bias() if isinstance(self.bias, nn.Module) else self.bias
         options["bias"] = None if bias is None else bias.moved(held.first).among(held.keep).to(x.device)
         return x, q, held, options
@@ -220,22 +220,6 @@ class MultiHeadAttention(nn.Module):
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
         k, v = self._keys(_real(context, placed), None)
         return Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
-
-    def _mask(self, given: Mask | Tensor | None, held: Held, x: Tensor) -> Mask | None:
-        own = None if self.mask is None else self.mask.to(x.device)
-        extra = as_mask(given)
-        pattern = own if extra is None else extra if own is None else own & extra
-        parts = [] if pattern is None else [pattern.moved(held.first)]
-        if held.keep is not None:
-            parts.append(KeyPadding(held.keep))
-        if held.segments is not None:
-            last = held.segments.shape[1] - x.shape[1]
-            parts.append(Segments(held.segments[:, last:], held.segments))
-        mask = parts[0] if parts else None
-        for part in parts[1:]:
-            assert mask is not None
-            mask = mask & part
-        return mask
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
         return self._turned(self.q_proj(x), self.heads, self.q_norm, positions)

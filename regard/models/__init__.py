@@ -9,21 +9,15 @@ from regard.models.blocks import (
     PostNorm,
     PreNorm,
     Sandwich,
+    ScaledResidual,
     Softcap,
 )
 from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder, FirstTokenPooler
-from regard.models.feedforward import (
-    MLP,
-    ClampedSwiGLU,
-    GatedMLP,
-    MixtureOfExperts,
-    StackedExperts,
-    TopKRouter,
-    activation,
-)
+from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
+from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
 from regard.models.layouts import LAYOUTS, Layout
 from regard.models.model import Model, Origin
@@ -40,6 +34,7 @@ __all__ = [
     "Embedding",
     "Encoder",
     "FirstTokenPooler",
+    "GatedExperts",
     "GatedMLP",
     "Generation",
     "Layout",
@@ -52,15 +47,17 @@ __all__ = [
     "Parallel",
     "PostNorm",
     "PreNorm",
+    "Router",
+    "Routing",
     "Sampling",
     "Sandwich",
+    "ScaledResidual",
     "Softcap",
     "StackedExperts",
     "Statistics",
     "Stream",
     "TextStream",
     "Tokenizer",
-    "TopKRouter",
     "activation",
     "generate",
     "load",

@@ -22,6 +22,7 @@ __all__ = [
     "PostNorm",
     "PreNorm",
     "Sandwich",
+    "ScaledResidual",
     "Softcap",
 ]
 
@@ -93,6 +94,34 @@ class NormedResidual(PreNorm):
         x = self.mixer_norm(x)
         x = self.ff_norm(x + self._drop(self.mixer(x, **call), self.mixer_dropout))
         return x + self._drop(self.ff(x), self.ff_dropout)
+
+
+class ScaledResidual(PreNorm):
+    """``a n + b mixer(n)`` with ``n = norm(x)``, then the same with ``ff``, each with its own (a, b).
+
+    MiniMax-01's (arXiv:2501.08313), after DeepNorm (Wang et al. 2022, arXiv:2203.00555).
+    """
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        ff: nn.Module,
+        mixer_norm: nn.Module,
+        ff_norm: nn.Module,
+        *,
+        mixer_scales: tuple[float, float],
+        ff_scales: tuple[float, float],
+    ) -> None:
+        super().__init__(mixer, ff, mixer_norm, ff_norm)
+        self.mixer_scales = mixer_scales
+        self.ff_scales = ff_scales
+
+    def forward(self, x: Tensor, **call: Any) -> Tensor:
+        x = self.mixer_norm(x)
+        x = self.mixer_scales[0] * x + self.mixer_scales[1] * self.mixer(x, **call)
+        x = self.ff_norm(x)
+        out: Tensor = self.ff_scales[0] * x + self.ff_scales[1] * self.ff(x)
+        return out
 
 
 class Parallel(Block):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from regard.errors import CheckpointError
 from regard.models.files import SafetensorsSource, Source, read_json, replacing
-from regard.models.layouts import LAYOUTS, Layout, Plan
+from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
-from regard.models.tables import Row
+from regard.models.tables import Derived, Row, part_of, parts_of, whole_name
 from regard.models.tokenizer import Tokenizer
 
 __all__ = ["load", "save"]
@@ -89,10 +89,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, 
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
     config = read_json(folder / "config.json")
-    layout = LAYOUTS.get(str(config.get("model_type")))
-    if layout is None:
-        known = ", ".join(sorted(LAYOUTS))
-        raise CheckpointError(f"{folder / 'config.json'}: model_type={config.get('model_type')!r}; accepted: {known}")
+    layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
     extras = {
         n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()
@@ -166,6 +163,9 @@ class _Renamed:
     def read(self, name: str) -> Tensor:
         return self._source.read(self._names[name])
 
+    def read_once(self, name: str) -> Tensor:
+        return self._source.read_once(self._names[name])
+
 
 def _headed(name: str, layout: Layout) -> bool:
     """Whether a name belongs to a head, which has no prefix."""
@@ -186,14 +186,33 @@ def _fill(
     model.origin = origin
     names = _check(plan, model, origin.layout, source)
     for done, row in enumerate(plan.rows):
-        tensor = source.read(names.get(row.stored, row.stored))
+        name = names.get(row.stored, row.stored)
+        copied = any(own != whole_name(own) for own in row.own)
+        tensor = source.read_once(name) if copied else source.read(name)
         for own, part in zip(row.own, row.reshape.split(tensor), strict=True):
-            placed = part.to(device=device, dtype=dtype)
+            if copied:
+                part_of(_storage(model, whole_name(own), dtype, device), own).copy_(part)
+                continue
+            placed = part.to(device=device, dtype=_dtype_of(model, own, dtype))
             mapped = source.mapped and placed.data_ptr() == part.data_ptr()
             _place(model, own, placed if mapped else _laid_out(placed))
         if progress is not None:
             progress(done + 1, len(plan.rows))
     return model.eval()
+
+
+def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """A buffer, which nobody trains by gradients, decides something by its size: it stays in at least float32."""
+    parent, _, leaf = name.rpartition(".")
+    return torch.promote_types(dtype, torch.float32) if leaf in model.get_submodule(parent)._buffers else dtype
+
+
+def _storage(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The memory of a parameter that is filled part by part."""
+    tensor = model.get_parameter(name)
+    if tensor.is_meta:
+        _place(model, name, torch.empty(tensor.shape, dtype=dtype, device=device))
+    return model.get_parameter(name).data
 
 
 def _laid_out(weight: Tensor) -> Tensor:
@@ -211,8 +230,9 @@ def _laid_out(weight: Tensor) -> Tensor:
 
 def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str, str]:
     """Raises for every tensor that does not fit; returns under which name the tied table is stored."""
-    stored, targets = source.shapes(), model.state_dict()
+    stored = source.shapes()
     described = [own for row in plan.rows for own in row.own]
+    targets = parts_of(model.state_dict(), described)
     if sorted(described) != sorted(targets):
         odd = sorted(set(described) ^ set(targets))
         raise CheckpointError(
@@ -221,17 +241,16 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     tied = [name for name in plan.tied if name in stored]
     names = {plan.tied[0]: tied[0]} if tied else {}
     wanted = {row.stored for row in plan.rows}
+    derived = {entry.stored: entry for entry in plan.derived if entry.stored in stored}
     missing = sorted(name for name in wanted if names.get(name, name) not in stored)
+    known = wanted | set(tied) | set(derived)
     unused = sorted(
-        name
-        for name in stored
-        if name not in wanted | set(tied) and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
+        name for name in stored if name not in known and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
     )
     shapes = [
         text for row in plan.rows for text in _misshapen(row, stored.get(names.get(row.stored, row.stored)), targets)
     ]
-    read = wanted | set(tied)
-    foreign = [f"{name} is {kind}" for name, kind in sorted(source.foreign().items()) if name in read]
+    foreign = [f"{name} is {kind}" for name, kind in sorted(source.foreign().items()) if name in known]
     different = [
         f"{first} and {other}"
         for first, other in itertools.pairwise(tied)
@@ -245,12 +264,24 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
             ("tensors of another shape", shapes),
             (f"tensors of numbers that no parameter has (accepted: {_DTYPE_NAMES})", foreign),
             ("tied by the options (tie_word_embeddings) but different in the file", different),
+            ("not as the options say", [] if foreign else _contrary(derived, source)),
         )
         if keys
     ]
     if problems:
         raise CheckpointError(f"{source.where} does not fit the layout {layout.model_type!r}. " + "; ".join(problems))
     return names
+
+
+def _contrary(derived: Mapping[str, Derived], source: Source) -> list[str]:
+    """The tensors that should follow from the options and do not, beyond rounding."""
+    found = []
+    for name, entry in sorted(derived.items()):
+        given, want = source.read_once(name), entry.make()
+        near = 8 * torch.finfo(given.dtype).eps
+        if given.shape != want.shape or not torch.allclose(given.double(), want.double(), rtol=near, atol=near):
+            found.append(name)
+    return found
 
 
 def _misshapen(row: Row, shape: tuple[int, ...] | None, targets: Mapping[str, Tensor]) -> list[str]:
@@ -275,7 +306,10 @@ def _listed(keys: Sequence[str], most: int = 40) -> str:
 def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
-    module._parameters[leaf] = nn.Parameter(tensor)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    else:
+        module._parameters[leaf] = nn.Parameter(tensor)
 
 
 def save(model: Model, folder: str | Path) -> None:
@@ -305,19 +339,22 @@ def save(model: Model, folder: str | Path) -> None:
     layout = origin.layout
     own = model.state_dict()
     plan = layout.read(origin.config, "the model's options", lambda name: True)
-    if any(name not in own for row in plan.rows for name in row.own):  # parts that are there or not without an option
+    # parts that are there or not without an option
+    if any(whole_name(name) not in own for row in plan.rows for name in row.own):
         plan = layout.read(origin.config, "the model's options", lambda name: False)
-    wanted = {name for row in plan.rows for name in row.own}
+    wanted = {whole_name(name) for row in plan.rows for name in row.own}
     if wanted != set(own):
         raise CheckpointError(
             f"the model's parameters do not fit the layout {layout.model_type!r}: {_listed(sorted(wanted ^ set(own)))}"
         )
     tensors = {
         row.stored.removeprefix(layout.prefix) if layout.headless else row.stored: row.reshape.join(
-            [own[n] for n in row.own]
+            [part_of(own[whole_name(n)], n) for n in row.own]
         )
         for row in plan.rows
     }
+    dtype = next(iter(own.values())).dtype
+    tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.derived}
     texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
     with replacing(folder) as place:
         copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}

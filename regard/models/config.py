@@ -111,8 +111,9 @@ class Config:
     be without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the
     result is never passed over in silence.
 
-    ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts by what
-    the file's tensors can fill, so that no loop runs, and no table is formed, for a number that only a file made up.
+    ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts, by what
+    the file's tensors can fill where there are some, so that no loop runs, and no table is formed, for a number that
+    only a file made up.
 
     >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
     >>> c.count("num_attention_heads", 8)
@@ -157,7 +158,7 @@ class Config:
         if value > _MOST:
             raise self.error(name, value, f"at most {_MOST}")
         if value > self.most.get(name, value):
-            raise self.error(name, value, f"at most {self.most[name]}, which is all that the file's tensors can fill")
+            raise self.error(name, value, f"at most {self.most[name]}, the most that there is room for")
         return value
 
     def number(self, name: str, default: float, *, least: float = -math.inf) -> float:

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 
 __all__ = [
     "ACTIVATIONS",
-    "ClampedSwiGLU",
     "GatedMLP",
     "MLP",
-    "MixtureOfExperts",
-    "StackedExperts",
-    "TopKRouter",
     "activation",
 ]
 
@@ -124,96 +120,3 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
         return out
-
-
-class ClampedSwiGLU(nn.Module):
-    """The gate of gpt-oss's experts (OpenAI 2025, arXiv:2508.10925) on interleaved channels ``(g0, u0, g1, u1, ...)``.
-
-    ``(clamp(u, -limit, limit) + 1) * g' * sigmoid(alpha g')`` with ``g' = min(g, limit)``; ``(..., 2 n)`` to ``(...,
-    n)``.
-    """
-
-    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
-        super().__init__()
-        self.alpha, self.limit = alpha, limit
-
-    def forward(self, gate_up: Tensor) -> Tensor:
-        gate = gate_up[..., ::2].clamp(max=self.limit)
-        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-
-
-class TopKRouter(nn.Module):
-    """Chooses ``k`` experts a token; their weights are the softmax over the chosen logits alone.
-
-    ``x (N, dim)`` to weights and expert numbers, both ``(N, k)``.
-    """
-
-    def __init__(self, dim: int, experts: int, k: int, *, bias: bool = True) -> None:
-        super().__init__()
-        if not 1 <= k <= experts:
-            raise ValueError(f"k={k} experts a token; accepted: 1 to experts={experts}")
-        self.weight = nn.Parameter(torch.empty(experts, dim))
-        self.bias = nn.Parameter(torch.zeros(experts)) if bias else None
-        self.k = k
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits, chosen = F.linear(x, self.weight, self.bias).topk(self.k, dim=-1)
-        return logits.softmax(-1), chosen
-
-
-class StackedExperts(nn.Module):
-    """Experts ``down_e(act(x up_e + b_e)) + c_e`` in stacked tensors; ``act`` maps ``2 hidden`` channels to ``hidden``.
-
-    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from
-    the left. Only experts that a token chose are computed: cost ``O(N k dim hidden)``. Where the choice may not be read
-    (while tracing for a compiler, under function transforms) all are: ``O(N E dim hidden)``, the same to rounding.
-    """
-
-    def __init__(self, dim: int, hidden: int, experts: int, act: nn.Module) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
-        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, 2 * hidden))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.down_proj_bias = nn.Parameter(torch.zeros(experts, dim))
-        self.act = act
-        for weight in (self.gate_up_proj, self.down_proj):
-            nn.init.normal_(weight, std=0.02)
-
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(chosen):
-            return self._all(x, weights, chosen)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            token, rank = (chosen == expert).nonzero(as_tuple=True)
-            hidden = self.act(torch.addmm(self.gate_up_proj_bias[expert], x[token], self.gate_up_proj[expert]))
-            y = torch.addmm(self.down_proj_bias[expert], hidden, self.down_proj[expert])
-            out = out.index_add(0, token, y * weights[token, rank, None])
-        return out
-
-    def _all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        share = x.new_zeros(x.shape[0], self.down_proj.shape[0]).scatter(1, chosen, weights)
-        hidden = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
-        y = hidden @ self.down_proj + self.down_proj_bias[:, None]
-        out: Tensor = (y * share.t()[..., None]).sum(0)
-        return out
-
-
-class MixtureOfExperts(nn.Module):
-    """``sum over a token's experts of weight * expert(x)``; a router chooses, the experts compute.
-
-    >>> moe = MixtureOfExperts(TopKRouter(8, 4, 2), StackedExperts(8, 16, 4, ClampedSwiGLU()))
-    >>> moe(torch.ones(2, 3, 8)).shape
-    torch.Size([2, 3, 8])
-    """
-
-    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
-        super().__init__()
-        self.router = router
-        self.experts = experts
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
-        out: Tensor = self.experts(tokens, *self.router(tokens))
-        return out.view(x.shape)

@@ -18,6 +18,7 @@ __all__ = ["Source", "SafetensorsSource", "read_json", "replacing"]
 
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 """The kinds of numbers, as safetensors spells them, that a parameter may have."""
+PASSING = 2**24  # bytes
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -37,6 +38,10 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor:
         """One tensor; it may be mapped from the file rather than copied."""
+        ...
+
+    def read_once(self, name: str) -> Tensor:
+        """One tensor that is copied at once: a mapping of it is given up again, so that it stays no part of memory."""
         ...
 
 
@@ -69,6 +74,9 @@ class SafetensorsSource:
     mapped = True
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._passing: tuple[str, Any] | None = None  # a second mapping of a shard, for tensors that are copied
+        self._passed = 0  # bytes read through it
         self._open_files: dict[str, Any] = {}
         self._shard: dict[str, str] = {}
         if (folder / SINGLE).is_file():
@@ -131,6 +139,17 @@ class SafetensorsSource:
             tensor: Tensor = self._open_files[self._shard[name]].get_tensor(name)
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as e:
             raise CheckpointError(f"{self.where}: {name} cannot be read ({e})") from None
+        return tensor
+
+    def read_once(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        shard = self._shard[name]
+        if self._passing is None or self._passing[0] != shard or self._passed > PASSING:
+            self._passing = None  # the pages that it has touched go with it
+            self._passing, self._passed = (shard, safe_open(str(self._folder / shard), framework="pt")), 0
+        tensor: Tensor = self._passing[1].get_tensor(name)
+        self._passed += tensor.nbytes
         return tensor
 
 

@@ -172,6 +172,9 @@ class GGUFSource:
             values.reshape(info.shape).copy() if not values.flags.owndata else values.reshape(info.shape)
         )
 
+    def read_once(self, name: str) -> Tensor:
+        return self.read(name)
+
 
 def read_gguf(path: Path) -> tuple[GGUFSource, Origin, Plan]:
     """A Llama model in a GGUF file: its tensors, where it comes from (as a Llama folder), and how to build it.

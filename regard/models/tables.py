@@ -1,12 +1,13 @@
 """Tables of tensor names: which tensors of a file are which tensors of a model, read in both directions.
 
 A row of a table maps names of the file to names of the model. Most rows are one to one; the others state a reshape that
-goes both ways, so that loading and saving cannot drift apart.
+goes both ways, so that loading and saving cannot drift apart. A name of the model may be a part of a tensor, along its
+first axis: ``experts.up_proj[3]``, ``conv.weight[8:16]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Bundles",
+    "Derived",
     "FusedQKV",
     "Ignored",
     "Reshape",
@@ -22,9 +25,13 @@ __all__ = [
     "Same",
     "Squeezed",
     "Transposed",
+    "Viewed",
     "expand",
     "fused",
+    "part_of",
+    "parts_of",
     "same",
+    "whole_name",
 ]
 
 
@@ -81,6 +88,45 @@ class Squeezed:
 
 
 @dataclass(frozen=True)
+class Viewed:
+    """A tensor stored with other axes than the model's flat one."""
+
+    shape: tuple[int, ...]
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        if tuple(stored.shape) != self.shape:
+            raise ValueError(f"shape {tuple(stored.shape)}; expected {self.shape}")
+        return (stored.reshape(-1),)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (part,) = parts
+        return part.view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bundles:
+    """Several tensors in one, by rows that come in ``groups`` equal bundles; each has ``sizes`` rows of every tensor.
+
+    >>> [part.tolist() for part in Bundles((1, 2), groups=2).split(torch.arange(6.0))]
+    [[0.0, 3.0], [1.0, 2.0, 4.0, 5.0]]
+    """
+
+    sizes: tuple[int, ...]
+    groups: int
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        rows = sum(self.sizes)
+        if stored.shape[0] != rows * self.groups:
+            raise ValueError(f"shape {tuple(stored.shape)}; expected {rows * self.groups} rows")
+        bundles = stored.view(self.groups, rows, *stored.shape[1:])
+        return [part.reshape(-1, *stored.shape[1:]).clone() for part in bundles.split(self.sizes, dim=1)]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        bundles = [p.reshape(self.groups, -1, *p.shape[1:]) for p in parts]
+        return torch.cat(bundles, dim=1).reshape(-1, *parts[0].shape[1:])
+
+
+@dataclass(frozen=True)
 class FusedQKV:
     """Query, key and value projections in one tensor, by rows.
 
@@ -98,19 +144,15 @@ class FusedQKV:
     head_dim: int
     groups: int
 
-    def _sizes(self) -> list[int]:
-        return [n * self.head_dim // self.groups for n in (self.heads, self.kv_heads, self.kv_heads)]
+    def _bundles(self) -> Bundles:
+        q, kv = (n * self.head_dim // self.groups for n in (self.heads, self.kv_heads))
+        return Bundles((q, kv, kv), self.groups)
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
-        if stored.shape[0] != rows:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected {rows} rows")
-        bundles = stored.view(self.groups, rows // self.groups, *stored.shape[1:])
-        return [part.reshape(-1, *stored.shape[1:]).clone() for part in bundles.split(self._sizes(), dim=1)]
+        return self._bundles().split(stored)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        bundles = [p.reshape(self.groups, -1, *p.shape[1:]) for p in parts]
-        return torch.cat(bundles, dim=1).reshape(-1, *parts[0].shape[1:])
+        return self._bundles().join(parts)
 
 
 @dataclass(frozen=True)
@@ -138,6 +180,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Derived:
+    """A tensor that follows from the options, and is no parameter: one that is read must be as ``make()`` says; it is
+    written all the same, for other software reads it.
+    """
+
+    stored: str
+    make: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
 class Ignored:
     """Tensors of a file that may stand unused: a pattern (``fnmatch``) and the reason."""
 
@@ -161,3 +213,24 @@ def expand(rows: Iterable[Row], layer: int) -> list[Row]:
         Row(r.stored.replace("{i}", str(layer)), tuple(o.replace("{i}", str(layer)) for o in r.own), r.reshape)
         for r in rows
     ]
+
+
+def whole_name(own: str) -> str:
+    """The tensor that a name of the model is a part of, or is."""
+    return own.partition("[")[0]
+
+
+def part_of(tensor: Tensor, own: str) -> Tensor:
+    """The part of a model's tensor that a name means: ``x[3]``, ``x[8:16]`` along the first axis, or all; a view."""
+    _, _, part = own.partition("[")
+    if not part:
+        return tensor
+    first, to, last = part.removesuffix("]").partition(":")
+    return tensor[int(first) : int(last)] if to else tensor[int(first)]
+
+
+def parts_of(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The model's tensors under the names that a table uses; what no name mentions stays whole."""
+    found = {own: part_of(state[whole_name(own)], own) for own in names if whole_name(own) in state}
+    mentioned = {whole_name(own) for own in found}
+    return found | {name: tensor for name, tensor in state.items() if name not in mentioned}

@@ -8,6 +8,7 @@ from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.hgrn import HGRN, ForgetBounds
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
+from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.mixers.lightning import LightningAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
@@ -29,6 +30,8 @@ __all__ = [
     "HGRN",
     "KDAGates",
     "KimiDeltaAttention",
+    "LatentProjections",
+    "LatentSizes",
     "LightningAttention",
     "LinearAttention",
     "LinearCrossAttention",
@@ -36,6 +39,7 @@ __all__ = [
     "Mamba2",
     "MambaShell",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
     "Projections",
     "RMSNorm",
     "RelativePositionBias",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard import backends
+from regard.backends import ShortConvCall
 from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
 
@@ -77,27 +79,20 @@ def convolve(
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`short_conv` without checks; `starts` (B, T) marks segments' first tokens, `lengths` (B,) the real ones."""
-    batch, tokens, channels = x.shape
-    dtype, reach = torch.float64 if x.dtype == torch.float64 else torch.float32, weight.shape[1] - 1
-    before = x.new_zeros(batch, reach, channels, dtype=dtype) if state is None else state.to(dtype)
-    line, weight = torch.cat((before, x.to(dtype)), 1), weight.to(dtype)
+    call = ShortConvCall(x, weight, bias, state, starts)
+    y, _ = backends.dispatch(call)
+    (_, tokens, channels), reach = x.shape, weight.shape[1] - 1
     number = None if starts is None else torch.nn.functional.pad(starts.cumsum(1), (reach, 0))
-    # One fused multiply-add a tap, oldest first: each rounds once, in the order of torch's own convolution.
-    y = (x.new_zeros(()) if bias is None else bias).to(dtype).expand(batch, tokens, channels)
-    for tap in range(reach + 1):
-        inputs = line[:, tap : tap + tokens]
-        if number is not None and tap < reach:
-            inputs = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], inputs, 0.0)
-        y = torch.addcmul(y, inputs, weight[:, tap])
     if lengths is None:
-        tail, ids = line[:, tokens:], None if number is None else number[:, tokens:]
+        late = x[:, max(tokens - reach, 0) :]
+        tail = ShortConvCall(late, weight, None, state, None).line[:, late.shape[1] :]
+        ids = None if number is None else number[:, tokens:]
     else:
         where = lengths[:, None] + torch.arange(reach, device=x.device)
-        tail = line.gather(1, where[..., None].expand(-1, -1, channels))
+        tail = call.line.gather(1, where[..., None].expand(-1, -1, channels))
         ids = None if number is None else number.gather(1, where)
     if ids is not None and number is not None and reach:
         latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + reach - 1)[:, None])
         tail = torch.where((ids == latest)[..., None], tail, 0.0)
-    given = (x, weight, *(t for t in (bias, state) if t is not None))
-    y = y if y.numel() else tied(y, given)
+    y = y if y.numel() else tied(y, call.tensors)
     return y.to(x.dtype), tail

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from golden_adapters import (
     delta_layers,
     kernel_linear,
+    latent,
     modules,
     recurrent_core,
     rope,
@@ -40,6 +41,7 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     **{name: either(ssm.paths, modules.ADAPTERS[name]) for name in ("bamba", "jamba")},
     **delta_layers.ADAPTERS,
     **kernel_linear.ADAPTERS,
+    **latent.ADAPTERS,
     **recurrent_core.ADAPTERS,
 }
 

@@ -88,7 +88,14 @@ SELECTIVE = Record("""
     pointer: x dt A B C D starts state y last kept
 """)
 SELECTIVE_GRAD = Record("pointer: d_y d_last d_x d_dt d_A d_B d_C d_D d_state")
-_RECORDS = (RECURRENCE, RECURRENCE_GRAD, SCAN, SCAN_GRAD, SELECTIVE, SELECTIVE_GRAD)
+CONV = Record("""
+    int64: batch tokens channels taps
+    pointer: x
+    int64: x_stride[2]
+    pointer: weight bias starts state y
+""")
+CONV_GRAD = Record("pointer: d_y d_x d_weight d_bias d_state")
+_RECORDS = (RECURRENCE, RECURRENCE_GRAD, SCAN, SCAN_GRAD, SELECTIVE, SELECTIVE_GRAD, CONV, CONV_GRAD)
 
 
 def _find() -> Path | None:

@@ -10,11 +10,11 @@ from torch import Tensor
 from regard.backends.native import library
 from regard.backends.native.operator import Operator, Outputs, Tensors, address
 from regard.backends.recurrent import reference
-from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, ShortConvCall
 from regard.backends.recurrent.matrices import chunked_recurrence
 from regard.backends.recurrent.vectors import blocked_scan, blocked_selective_scan
 
-__all__ = ["run_recurrence", "run_scan", "run_selective_scan"]
+__all__ = ["run_conv", "run_recurrence", "run_scan", "run_selective_scan"]
 
 Numbers = tuple[float, ...]
 SELECTIVE_EVERY, SELECTIVE_GROUP = 64, 256  # as csrc/scans.inc has them: tokens between states kept, channels a sum
@@ -238,4 +238,62 @@ _selective = Operator(
     forward=_selective_forward,
     backward=_selective_backward,
     plain=_plain_selective,
+)
+
+
+# ---- short convolution -----------------------------------------------------------------------------------------------
+
+
+def run_conv(call: ShortConvCall) -> tuple[Tensor, Tensor]:
+    """`regard.short_conv` by the kernels; the second result is empty."""
+    if not call.x.numel():
+        return reference.run(call)
+    x, taps, bias, state = _unit(call.x.float()), call.weight.float().t(), _wide(call.bias), _wide(call.state)
+    return _conv([x, taps.contiguous(), bias, None if state is None else state.contiguous(), call.starts])
+
+
+def _empty_conv(tensors: Tensors, numbers: Numbers, keep: bool) -> Outputs:
+    x = tensors[0]
+    assert x is not None
+    return x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)
+
+
+def _conv_record(tensors: Tensors, outputs: Outputs) -> bytes:
+    x, taps, bias, state, starts = tensors
+    assert x is not None and taps is not None
+    pointers = (address(t) for t in (taps, bias, starts, state, outputs[0]))
+    return library.CONV.pack(*x.shape, taps.shape[0], x.data_ptr(), *x.stride()[:2], *pointers)
+
+
+def _conv_forward(tensors: Tensors, numbers: Numbers, outputs: Outputs) -> None:
+    library.run("regard_conv_forward", _conv_record(tensors, outputs))
+
+
+def _conv_backward(
+    tensors: Tensors, numbers: Numbers, outputs: Outputs, d_y: Tensor, d_last: Tensor | None, grads: Sequence[Tensor]
+) -> None:
+    d_x, d_taps, d_bias, d_state = grads
+    taps = tensors[1]
+    assert taps is not None
+    first = d_state if d_state.numel() else d_x.new_empty(d_x.shape[0], taps.shape[0] - 1, d_x.shape[2])
+    record = library.CONV_GRAD.pack(
+        *(address(t) for t in (d_y, d_x, d_taps, d_bias if d_bias.numel() else None, first))
+    )
+    library.run("regard_conv_backward", _conv_record(tensors, outputs), record)
+
+
+def _plain_conv(tensors: Tensors, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    x, taps, bias, state, starts = tensors
+    assert x is not None and taps is not None
+    return reference.convolution(ShortConvCall(x, taps.t(), bias, state, starts))
+
+
+_conv = Operator(
+    "short_conv",
+    "Tensor x, Tensor taps, Tensor? bias, Tensor? state, Tensor? starts",
+    4,
+    empty=_empty_conv,
+    forward=_conv_forward,
+    backward=_conv_backward,
+    plain=_plain_conv,
 )

@@ -1,4 +1,4 @@
-"""The recurrent operations by the CPU kernels of csrc/, in float32: recurrence, scan, selective_scan.
+"""The recurrent operations by the CPU kernels of csrc/, in float32: recurrence, scans, convolution.
 
 bfloat16 and float16 inputs are widened as they are read (float16 before); states and sums are float32.
 """
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from regard.backends.native import library
-from regard.backends.native.state_ops import run_recurrence, run_scan, run_selective_scan
-from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
+from regard.backends.native.state_ops import run_conv, run_recurrence, run_scan, run_selective_scan
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, ShortConvCall, StateCall
 
 __all__ = ["defer", "reject", "run"]
 
@@ -39,5 +39,7 @@ def run(call: StateCall) -> tuple[Tensor, Tensor]:
         return run_recurrence(call)
     if isinstance(call, ScanCall):
         return run_scan(call)
+    if isinstance(call, ShortConvCall):
+        return run_conv(call)
     assert isinstance(call, SelectiveScanCall)
     return run_selective_scan(call)

@@ -1,4 +1,4 @@
-"""The records of one call of `recurrence`, `scan` or `selective_scan`: checked arguments that every backend reads."""
+"""The records of one call of an operation with a state: checked arguments that every backend reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from regard.backends.call import inside_transform, may_be_transformed
 
-__all__ = ["RecurrenceCall", "ScanCall", "SelectiveScanCall", "StateCall"]
+__all__ = ["RecurrenceCall", "ScanCall", "SelectiveScanCall", "ShortConvCall", "StateCall"]
 
 
 class StateCall:
-    """What the three records share."""
+    """What the four records share."""
 
     operation: ClassVar[str]
     state: Tensor | None
@@ -136,3 +136,28 @@ class SelectiveScanCall(StateCall):
         if self.state is None:
             return self.x.new_zeros(self.x.shape[0], *self.A.shape, dtype=self.compute_dtype)
         return self.state.to(self.compute_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class ShortConvCall(StateCall):
+    """x (B, T, C), weight (C, W), bias (C,) or None, state (B, W - 1, C): the inputs before."""
+
+    operation: ClassVar[str] = "short_conv"
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor | None
+    starts: Tensor | None
+
+    @property
+    def lead(self) -> Tensor:
+        return self.x
+
+    @property
+    def line(self) -> Tensor:
+        """The inputs before and those of the call, (B, W - 1 + T, C), in the compute dtype."""
+        batch, _, channels = self.x.shape
+        dtype, reach = self.compute_dtype, self.weight.shape[1] - 1
+        before = self.x.new_zeros(batch, reach, channels, dtype=dtype) if self.state is None else self.state.to(dtype)
+        return torch.cat((before, self.x.to(dtype)), 1)

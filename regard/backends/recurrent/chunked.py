@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, ShortConvCall, StateCall
 from regard.backends.recurrent.matrices import chunked_recurrence
+from regard.backends.recurrent.reference import convolution
 from regard.backends.recurrent.vectors import blocked_scan, blocked_selective_scan
 
 __all__ = ["defer", "reject", "run"]
@@ -27,5 +28,7 @@ def run(call: StateCall) -> tuple[Tensor, Tensor]:
         return call.result(chunked_recurrence(call))
     if isinstance(call, ScanCall):
         return call.result(blocked_scan(call))
+    if isinstance(call, ShortConvCall):
+        return call.result(convolution(call))
     assert isinstance(call, SelectiveScanCall)
     return call.result(blocked_selective_scan(call))

@@ -30,7 +30,7 @@ from regard.sites import can_read
 
 __all__ = ["chunked_recurrence"]
 
-CHUNK = 64  # tokens; a power of two
+CHUNK = 32  # tokens; a power of two
 
 
 def chunked_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:

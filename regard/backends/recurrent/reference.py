@@ -3,6 +3,7 @@
     recurrence:      S' = a_t * S;  S = S' + beta_t k_t (v_t - S'^T k_t)^T  (or S' + k_t v_t^T);  o_t = scale * S^T q_t
     scan:            y_t = a_t * y_{t-1} + x_t
     selective_scan:  h = exp(dt_t A) * h + dt_t x_t B_t;  y_t = h C_t + D x_t
+    short_conv:      y_t = bias + sum_i weight_i * x_{t - W + 1 + i}  (of its own segment)
 
 A decay of -inf and the first token of a segment forget the old state exactly, gradients included. Every other backend
 is compared with this one.
@@ -13,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, StateCall
+from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, ShortConvCall, StateCall
 
-__all__ = ["defer", "reject", "run"]
+__all__ = ["convolution", "defer", "reject", "run"]
 
 
 def reject(call: StateCall) -> str | None:
@@ -34,6 +35,8 @@ def run(call: StateCall) -> tuple[Tensor, Tensor]:
         return call.result(_recurrence(call))
     if isinstance(call, ScanCall):
         return call.result(_scan(call))
+    if isinstance(call, ShortConvCall):
+        return call.result(convolution(call))
     assert isinstance(call, SelectiveScanCall)
     return call.result(_selective_scan(call))
 
@@ -88,3 +91,17 @@ def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
         outs.append((state * C[:, t, None, :]).sum(-1))
     out = torch.stack(outs, 1) if outs else x
     return out if call.D is None else out + call.D.to(dtype) * x, state
+
+
+def convolution(call: ShortConvCall) -> tuple[Tensor, Tensor]:
+    """(y, the inputs before and in the call): a fused multiply-add a tap, oldest first, as torch's own convolution."""
+    (batch, tokens, channels), reach, line = call.x.shape, call.weight.shape[1] - 1, call.line
+    weight = call.weight.to(line.dtype)
+    number = None if call.starts is None else torch.nn.functional.pad(call.starts.cumsum(1), (reach, 0))
+    y = (line.new_zeros(()) if call.bias is None else call.bias.to(line.dtype)).expand(batch, tokens, channels)
+    for tap in range(reach + 1):
+        inputs = line[:, tap : tap + tokens]
+        if number is not None and tap < reach:
+            inputs = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], inputs, 0.0)
+        y = torch.addcmul(y, inputs, weight[:, tap])
+    return y, line

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from regard.errors import CheckpointError
+from regard.models.layouts.bailing_hybrid import BAILING_HYBRID
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.bert import BERT
 from regard.models.layouts.bloom import BLOOM
+from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
+from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
 from regard.models.layouts.gpt_oss import GPT_OSS
+from regard.models.layouts.jamba import JAMBA
+from regard.models.layouts.kimi_linear import KIMI_LINEAR
 from regard.models.layouts.llama import LLAMA, MISTRAL
 from regard.models.layouts.mamba2 import MAMBA2
+from regard.models.layouts.minimax import MINIMAX
+from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
 
-__all__ = ["LAYOUTS", "Layout", "Plan"]
+__all__ = ["LAYOUTS", "Layout", "Plan", "layout_of"]
 
 LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
-    for layout in (BERT, BLOOM, FALCON, GEMMA2, GPT_OSS, LLAMA, MAMBA2, MISTRAL, RECURRENT_GEMMA)
+    for layout in (
+        BAILING_HYBRID,
+        BERT,
+        BLOOM,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        FALCON,
+        GEMMA2,
+        GPT_OSS,
+        JAMBA,
+        KIMI_K2,
+        KIMI_LINEAR,
+        LLAMA,
+        MAMBA2,
+        MINIMAX,
+        MISTRAL,
+        QWEN3_NEXT,
+        RECURRENT_GEMMA,
+    )
 }
 """Every family that can be loaded, by its ``model_type``."""
+
+
+def layout_of(config: Mapping[str, Any], source: str) -> Layout:
+    """The family that ``model_type`` names; CheckpointError lists those there are."""
+    layout = LAYOUTS.get(str(config.get("model_type")))
+    if layout is None:
+        known = ", ".join(sorted(LAYOUTS))
+        raise CheckpointError(f"{source}: model_type={config.get('model_type')!r}; accepted: {known}")
+    return layout

@@ -9,7 +9,7 @@ from typing import Any
 
 from regard.models.config import Config, naming
 from regard.models.model import Model
-from regard.models.tables import Ignored, Row
+from regard.models.tables import Derived, Ignored, Row
 
 __all__ = ["Layout", "Plan"]
 
@@ -23,11 +23,13 @@ class Plan:
         rows: the tensors that the file must hold.
         tied: names in the file for the table that embedding and head share; empty where they are two tensors. The first
             name is the one that is written.
+        derived: tensors that the file may hold besides, which follow from the options.
     """
 
     make: Callable[[], Model]
     rows: list[Row]
     tied: tuple[str, ...] = ()
+    derived: tuple[Derived, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,29 +65,34 @@ class Layout:
         source: str,
         has: Callable[[str], bool],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        most: Mapping[str, int] | None = None,
     ) -> Plan:
         """The plan of one checkpoint; every option is understood or refused.
 
         Args:
             source: the file that holds the options, as errors name it.
             shapes: of the tensors that there are; they bound the counts that the options may state. ``None``: no bound.
+            most: bounds on counts where there are no tensors.
 
         Raises:
             CheckpointError: naming an option that is unknown, or whose value is not supported; also from the plan's
                 ``make``, where options do not fit together.
         """
         with naming(source):
-            options = Config(config, source, self.synonyms, None if shapes is None else bounds(shapes))
+            options = Config(config, source, self.synonyms, most if shapes is None else bounds(shapes))
             plan = self.plan(options, has)
             options.close(self.inert)
         return replace(plan, make=partial(_made, plan.make, source))
 
 
 def bounds(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The most that counts may be for these tensors: a layer has at least one, and no part is wider than the widest."""
+    """The most that counts may be for these tensors: a layer has at least one, and no part is wider than the widest; an
+    expert has one, or is a part of one.
+    """
     widest = max((n for shape in shapes.values() for n in shape), default=0)
     return {
         "num_hidden_layers": len(shapes),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), max(len(shapes), widest)),
         **dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), widest),
     }
 

@@ -13,7 +13,7 @@ from regard.mixers.parts import Projections, RMSNorm, Scores
 from regard.models.blocks import Embedding, PreNorm
 from regard.models.config import Config
 from regard.models.decoder import Decoder
-from regard.models.feedforward import ClampedSwiGLU, MixtureOfExperts, StackedExperts, TopKRouter
+from regard.models.experts import ClampedSwiGLU, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.llama import (
     ROTARY_BUFFER,
@@ -67,7 +67,7 @@ class _Parts:
             rotary=self.rotary,
         )
         ff = MixtureOfExperts(
-            TopKRouter(s.dim, self.experts, self.chosen),
+            Router(s.dim, Routing(self.experts, self.chosen, normalized=True), bias=True),
             StackedExperts(s.dim, self.hidden, self.experts, self.gate),
         )
         return PreNorm(mixer, ff, RMSNorm(s.dim, self.eps), RMSNorm(s.dim, self.eps))

@@ -1,0 +1,347 @@
+"""Multi-head latent attention: all heads' keys and values are read from one short vector a token.
+
+    c_t = norm(W_c x_t),   r_t = rot_t(W_r x_t)                       the latent, and a key part that all heads share
+    k_s^h = [W_k^h c_s ; r_s],   v_s^h = W_v^h c_s
+    q_t^h = [a_t^h ; rot_t(b_t^h)],   [a ; b] = W_q x_t   or   W_qb norm(W_qa x_t)
+    o_t^h = sum_s softmax_s(q_t^h . k_s^h scale) v_s^h,   scale = (nope + rope)^-1/2
+    y_t = W_o [o_t^1; ...; o_t^H],   or W_o ([o_t^1; ...; o_t^H] * sigmoid(W_g x_t))
+
+Only (c, r) is remembered. Since ``a . W_k c = (W_k^T a) . c``, the same result needs no keys and values of heads:
+
+    q'_t^h = [W_k^h^T a_t^h ; rot_t(b_t^h)],   o_t^h = W_v^h sum_s softmax_s(q'_t^h . [c_s ; r_s] scale) c_s
+
+which is multi-query attention over the latents. Each call takes the form that costs less. DeepSeek-AI 2024,
+arXiv:2405.04434, sec. 2.1; without rotation: Kimi team 2025, arXiv:2510.26692; the gate is Kimi K3's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.caches import Held, LatentCache
+from regard.masks import Causal, Mask
+from regard.masks.checks import describe, whole
+from regard.mixers.base import Record, check_tokens
+from regard.mixers.parts import RMSNorm, Scores, merge_heads, read_mask, split_heads
+from regard.ops.attention import attention, attention_weights
+from regard.positions import Rotary, YarnScaling
+from regard.tokens import place
+
+__all__ = ["LatentProjections", "LatentSizes", "MultiHeadLatentAttention", "records"]
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of latent attention.
+
+    Args:
+        rank: of the latent that keys and values are made from (kv_lora_rank).
+        nope_dim: a head's query and key channels that are made from latents and never rotate.
+        rope_dim: a head's further query channels, whose key channels all heads share; 0 for none.
+        value_dim: a head's value channels.
+        q_rank: inner width of the queries' projection; None for one whole matrix.
+
+    >>> LatentSizes(512, 128, 64, 128).per_token  # DeepSeek-V2
+    576
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("nope_dim", 1), ("rope_dim", 0), ("value_dim", 1)):
+            whole(name, getattr(self, name), least)
+        if self.q_rank is not None:
+            whole("q_rank", self.q_rank, 1)
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def per_token(self) -> int:
+        """Elements that a cache holds of a token."""
+        return self.rank + self.rope_dim
+
+    def expanded_cost(self, queries: int, keys: int, pairs: int | None = None) -> int:
+        """Multiplications per head and row when every head's keys and values are formed; `pairs` is all by default."""
+        expansion = self.rank * (self.nope_dim + self.value_dim)
+        met = queries * keys if pairs is None else pairs
+        return keys * expansion + met * (self.key_dim + self.value_dim)
+
+    def absorbed_cost(self, queries: int, keys: int, pairs: int | None = None) -> int:
+        """Multiplications per head and row when queries and results pass through the expansion instead."""
+        expansion = self.rank * (self.nope_dim + self.value_dim)
+        met = queries * keys if pairs is None else pairs
+        return queries * expansion + met * (self.per_token + self.rank)
+
+
+@dataclass(frozen=True)
+class LatentProjections:
+    """How latent attention's queries, latents and output are made.
+
+    Args:
+        bias: the projections from and to the tokens' width have biases, but a whole query matrix has none.
+        gate: the heads' outputs are multiplied by ``sigmoid(gate_proj(x))``: channel by channel (``"channel"``) or by
+            one number per head (``"head"``); None for no gate.
+        norm: a module factory; ``norm(rank)`` normalises the latent, and another the compressed queries.
+    """
+
+    bias: bool = False
+    gate: str | None = None
+    norm: Callable[[int], nn.Module] = RMSNorm
+
+    def __post_init__(self) -> None:
+        if self.gate not in (None, "channel", "head"):
+            raise ValueError(f"gate: expected 'channel', 'head' or None, got {self.gate!r}")
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Multi-head latent attention (MLA); ``(B, T, dim)`` in and out.
+
+    Args:
+        dim: width of the tokens.
+        heads: H.
+        sizes: `LatentSizes`.
+        projections: `LatentProjections`: biases, output gate, norms.
+        scores: `Scores`: scale, softcap, sinks, dropout. The scale is ``key_dim ** -0.5`` by default, in both forms,
+            times ``score_factor`` where the rotary part has a `YarnScaling`.
+        mask: the layer's own pattern, such as ``Causal()``; a mask given at the call is ANDed on.
+        rotary: turns the last `rope_dim` query channels and the shared key channels; None leaves them as they are.
+
+    Parameters: ``q_proj``, or ``q_a_proj q_a_norm q_b_proj`` (per head [nope, rope]); ``kv_a_proj`` (rows: latent,
+    shared key), ``kv_a_norm``, ``kv_b_proj`` (per head [key, value]); ``gate_proj``, ``o_proj``, ``sink``.
+
+    The cache holds ``rank + rope_dim`` elements a token: normed latent and rotated key. `form` is ``"expanded"`` or
+    ``"absorbed"`` to force one, None for the cheaper one, chosen from the numbers of queries and keys alone.
+
+    Cost per head and row, with n = nope_dim + value_dim: ``Tk rank n + Tq Tk (n + rope_dim)`` multiplications expanded,
+    ``Tq rank n + Tq Tk (2 rank + rope_dim)`` absorbed. Raises ValueError for sizes below 1 and a wider rotary part.
+
+    >>> import torch, regard
+    >>> layer = MultiHeadLatentAttention(64, 8, LatentSizes(16, 8, 4, 8), mask=regard.masks.Causal())
+    >>> cache = layer.init_cache(batch=1, capacity=10)
+    >>> layer(torch.randn(1, 10, 64), cache=cache).shape, cache.latent.shape
+    (torch.Size([1, 10, 64]), torch.Size([1, 1, 10, 20]))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        sizes: LatentSizes,
+        *,
+        projections: LatentProjections | None = None,
+        scores: Scores | None = None,
+        mask: Mask | None = None,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        if not isinstance(sizes, LatentSizes):
+            raise TypeError(f"sizes: expected LatentSizes, got {describe(sizes)}")
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(f"mask: expected a Mask or None, got {describe(mask)}")
+        if rotary is not None and rotary.dim > sizes.rope_dim:
+            raise ValueError(f"rotary: expected at most rope_dim={sizes.rope_dim} channels, got {rotary.dim}")
+        p = projections or LatentProjections()
+        self.sizes, self.scores, self.mask, self.rotary = sizes, scores or Scores(), mask, rotary
+        self.form: str | None = None
+        queries, values = heads * sizes.key_dim, heads * sizes.value_dim
+        if sizes.q_rank is None:
+            self.q_proj = nn.Linear(dim, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(dim, sizes.q_rank, bias=p.bias)
+            self.q_a_norm = p.norm(sizes.q_rank)
+            self.q_b_proj = nn.Linear(sizes.q_rank, queries, bias=False)
+        self.kv_a_proj = nn.Linear(dim, sizes.per_token, bias=p.bias)
+        self.kv_a_norm = p.norm(sizes.rank)
+        self.kv_b_proj = nn.Linear(sizes.rank, heads * (sizes.nope_dim + sizes.value_dim), bias=False)
+        self.gate = p.gate
+        self.gate_proj = nn.Linear(dim, heads if p.gate == "head" else values, bias=False) if p.gate else None
+        self.o_proj = nn.Linear(values, dim, bias=p.bias)
+        self.sink = nn.Parameter(torch.zeros(heads)) if self.scores.sink else None
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores, in both forms."""
+        if self.scores.scale is not None:
+            return self.scores.scale
+        scaling = None if self.rotary is None else self.rotary.scaling
+        sharper = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
+        return float(self.sizes.key_dim**-0.5) * sharper
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        keep: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: LatentCache | None = None,
+    ) -> Tensor:
+        """The mixed tokens (B, T, dim). See the class for the arguments' meanings; a context is refused."""
+        given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
+        q, held, options = self._read(x, context, mask=mask, cache=cache, **given)
+        options["dropout_p"] = self.scores.dropout if self.training else 0.0
+        if self.absorbs(x.shape[1], held.k.shape[2]):
+            out = self._absorbed(q, held, options)
+        else:
+            out = attention(q, *self._expanded(held), **options)
+        if cache is not None:
+            cache.commit(*held.fresh)
+        return self._write(x, out)
+
+    def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """(M (B, H, Tq, Tk), V (B, H, Tk, value_dim)): the weights before dropout, and the heads' values."""
+        q, held, options = self._read(x, context, **arguments)
+        k, v = self._expanded(held)
+        _, weights, _ = attention_weights(q, k, v, **options)
+        v = v.to(weights.dtype)
+        read = (weights != 0).any(-2).any(1)[:, None, :, None]
+        return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
+
+    def absorbs(self, queries: int, keys: int) -> bool:
+        """Whether a call with so many queries and keys takes the absorbed form; never a matter of the batch."""
+        if self.form not in (None, "expanded", "absorbed"):
+            raise ValueError(f"form: expected 'expanded', 'absorbed' or None, got {self.form!r}")
+        if self.form is not None:
+            return self.form == "absorbed"
+        return self.sizes.absorbed_cost(queries, keys) < self.sizes.expanded_cost(queries, keys)
+
+    def init_cache(
+        self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> LatentCache:
+        """An empty cache for `batch` rows of `capacity` tokens."""
+        weight = self.kv_a_proj.weight
+        sizes = self.sizes.rank, self.sizes.rope_dim
+        return LatentCache(batch, capacity, *sizes, dtype or weight.dtype, device or weight.device)
+
+    def extra_repr(self) -> str:
+        parts = {"mask": self.mask, "rotary": self.rotary, "gate": self.gate}
+        given = (f"{name}={part}" for name, part in parts.items() if part is not None)
+        return ", ".join([f"{self.dim}, {self.heads} heads, {self.sizes}", *given])
+
+    # ---- the steps of a call ---------------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        cache: LatentCache | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, Held, dict[str, Any]]:
+        """Queries (B, H, T, key_dim), the latents they read, the rest of the attention call; nothing is changed."""
+        check_tokens("x", x, self.dim)
+        if context is not None:
+            raise ValueError("context: MultiHeadLatentAttention mixes one sequence and takes no context")
+        if cache is not None and not isinstance(cache, LatentCache):
+            raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
+        if cache is not None and cache.rank != self.sizes.rank:
+            raise ValueError(f"cache: made for latents of rank {cache.rank}, got a layer with {self.sizes.rank}")
+        sizes = (x.shape[0], x.shape[1], x.device)
+        placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
+        latent, shared = self.kv_a_proj(x)[:, None].split((self.sizes.rank, self.sizes.rope_dim), -1)
+        latent = torch.cat((self.kv_a_norm(latent), self._turned(shared, placed.positions)), -1)
+        if cache is None:
+            held = Held(latent, latent[..., : self.sizes.rank], 0, placed.keep, placed.segments, (latent, placed))
+        else:
+            held = cache.extend(latent, placed)
+        q = self.q_proj(x) if self.sizes.q_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        q = split_heads(q, self.heads)
+        if self.rotary is not None:
+            plain, turning = q.split((self.sizes.nope_dim, self.sizes.rope_dim), -1)
+            q = torch.cat((plain, self._turned(turning, placed.positions)), -1)
+        options: dict[str, Any] = {
+            "scale": self.scale,
+            "softcap": self.scores.softcap,
+            "sink": self.sink,
+            "q_start": 0 if cache is None else cache.length,
+            "mask": read_mask(self.mask, mask, held, x),
+        }
+        return q, held, options
+
+    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x if self.rotary is None else self.rotary(x, positions)
+
+    def _expanded(self, held: Held) -> tuple[Tensor, Tensor]:
+        """The keys (B, H, Tk, key_dim) and values (B, H, Tk, value_dim) of every head."""
+        made = split_heads(self.kv_b_proj(held.v[:, 0]), self.heads)
+        plain, v = made.split((self.sizes.nope_dim, self.sizes.value_dim), -1)
+        shared = held.k[..., self.sizes.rank :].to(plain.dtype).expand(-1, self.heads, -1, -1)
+        return torch.cat((plain, shared), -1), v
+
+    def _absorbed(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
+        """What the heads mix (B, H, T, value_dim), read from the latents themselves by one key head."""
+        to_key, to_value = self.kv_b_proj.weight.view(self.heads, -1, self.sizes.rank).split(
+            (self.sizes.nope_dim, self.sizes.value_dim), 1
+        )
+        plain, turned = q.split((self.sizes.nope_dim, self.sizes.rope_dim), -1)
+        inner = torch.einsum("bhtn,hnr->bhtr", plain, to_key)
+        mixed = attention(torch.cat((inner, turned), -1), held.k, held.v, **options)
+        return torch.einsum("bhtr,hvr->bhtv", mixed, to_value)
+
+    def _write(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.gate_proj is not None:
+            gate = torch.sigmoid(self.gate_proj(x))
+            out = out * split_heads(gate, self.heads)  # one number per head, or one per channel
+        y: Tensor = self.o_proj(merge_heads(out))
+        return y
+
+
+def _sizes(dim: int, heads: int, q_rank: int | None = None) -> LatentSizes:
+    """Small ones in DeepSeek-V2's spirit: a latent of half the width, half as many shared key channels as a head's."""
+    head = max(2, dim // heads)
+    return LatentSizes(max(1, dim // 2), head, head // 2 // 2 * 2 or 2, head, q_rank)
+
+
+def _deepseek(dim: int, heads: int) -> MultiHeadLatentAttention:
+    sizes = _sizes(dim, heads, max(1, dim // 2))
+    rotary = Rotary(sizes.rope_dim, style="interleaved")
+    return MultiHeadLatentAttention(dim, heads, sizes, mask=Causal(), rotary=rotary)
+
+
+records = (
+    Record(
+        name="mla",
+        summary="latent attention: all heads read one short vector a token and a shared rotary key",
+        source="DeepSeek-AI 2024, arXiv:2405.04434",
+        build=_deepseek,
+        causal=True,
+        kind="latent",
+        counts_slots=False,
+    ),
+    Record(
+        name="mla_nope",
+        summary="latent attention without positions",
+        source="Kimi team 2025, arXiv:2510.26692",
+        build=lambda dim, heads: MultiHeadLatentAttention(dim, heads, _sizes(dim, heads), mask=Causal()),
+        causal=True,
+        kind="latent",
+        counts_slots=False,
+    ),
+    Record(
+        name="mla_gated",
+        summary="latent attention without positions, with a sigmoid output gate",
+        source="DeepSeek-AI 2024, arXiv:2405.04434; the gate is Kimi K3's",
+        build=lambda dim, heads: MultiHeadLatentAttention(
+            dim, heads, _sizes(dim, heads, dim // 2), projections=LatentProjections(gate="channel"), mask=Causal()
+        ),
+        causal=True,
+        kind="latent",
+        counts_slots=False,
+    ),
+)

@@ -1,0 +1,255 @@
+"""Mixtures of experts: a router chooses a few experts for every token, and the token is the sum of what they say.
+
+Experts stand in stacked tensors. No expert has a capacity: what a token gets never depends on which experts the other
+tokens of a batch choose. Shazeer et al. 2017, arXiv:1701.06538; Dai et al. 2024, arXiv:2401.06066 (shared experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.masks.checks import whole
+
+__all__ = ["ClampedSwiGLU", "GatedExperts", "MixtureOfExperts", "Router", "Routing", "StackedExperts"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router weighs and chooses.
+
+        s = score(x W^T + b),   the k largest s + correction in the best groups,   weights = factor s (/ sum of them)
+
+    Args:
+        experts: E.
+        chosen: k, experts a token.
+        score: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        normalized: the weights of the chosen experts are divided by their sum.
+        factor: multiplies the weights last.
+        corrected: a bias that training sets by hand is added to the scores for the choice alone, never to the weights.
+        groups: equal parts of the experts, of which only the best are open to a token.
+        open_groups: how many are.
+
+    A group is as good as its best expert with softmax scores, as its best two together with sigmoid scores: rules of
+    DeepSeek-V2 (arXiv:2405.04434) and DeepSeek-V3 (arXiv:2412.19437), whose bias-corrected choice this is too.
+
+    Raises ValueError where the numbers do not fit together.
+
+    >>> Routing(256, 8, "sigmoid", normalized=True, factor=2.5, corrected=True, groups=8, open_groups=4).chosen
+    8
+    """
+
+    experts: int
+    chosen: int
+    score: str = "softmax"
+    normalized: bool = False
+    factor: float = 1.0
+    corrected: bool = False
+    groups: int = 1
+    open_groups: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "chosen", "groups", "open_groups"):
+            whole(name, getattr(self, name), 1)
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {self.score!r}")
+        if self.experts % self.groups:
+            raise ValueError(f"groups: expected a divisor of experts={self.experts}, got {self.groups}")
+        if self.open_groups > self.groups:
+            raise ValueError(f"open_groups: expected at most groups={self.groups}, got {self.open_groups}")
+        if self.chosen > self.experts // self.groups * self.open_groups:
+            most = self.experts // self.groups * self.open_groups
+            raise ValueError(f"chosen: expected at most {most}, the experts that a token may choose, got {self.chosen}")
+
+
+class Router(nn.Module):
+    """Chooses experts for tokens ``x (N, dim)``: weights and expert numbers, both ``(N, k)``, by a `Routing`.
+
+    Scores are in at least float32; `correction` (E) is a buffer, for no gradient reaches it.
+
+    >>> weights, chosen = Router(8, Routing(4, 2, normalized=True))(torch.ones(3, 8))
+    >>> weights.sum(-1).tolist(), chosen.shape
+    ([1.0, 1.0, 1.0], torch.Size([3, 2]))
+    """
+
+    correction: Tensor | None
+
+    def __init__(self, dim: int, routing: Routing, *, bias: bool = False) -> None:
+        super().__init__()
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(routing.experts, dim))
+        self.bias = nn.Parameter(torch.zeros(routing.experts)) if bias else None
+        self.register_buffer("correction", torch.zeros(routing.experts) if routing.corrected else None)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        how, wide = self.routing, torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        if how.score == "softmax" and how.normalized and how.groups == 1 and self.correction is None:
+            best, chosen = logits.topk(how.chosen, dim=-1)  # the softmax over the chosen logits alone is the same
+            return best.softmax(-1) * how.factor, chosen
+        scores = logits.softmax(-1) if how.score == "softmax" else torch.sigmoid(logits)
+        ranks = scores if self.correction is None else scores + self.correction.to(wide)
+        if how.groups > 1:
+            ranks = ranks.masked_fill(~self._open(ranks), -torch.inf)
+        chosen = ranks.topk(how.chosen, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if how.normalized:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+        return weights * how.factor, chosen
+
+    def _open(self, ranks: Tensor) -> Tensor:
+        """The experts (N, E) in the groups that are open to each token."""
+        parts = ranks.unflatten(-1, (self.routing.groups, -1))
+        deciding = 1 if self.routing.score == "softmax" else min(2, parts.shape[-1])
+        best = parts.topk(deciding, dim=-1).values.sum(-1).topk(self.routing.open_groups, dim=-1).indices
+        allowed = torch.zeros(parts.shape[:-1], dtype=torch.bool, device=ranks.device).scatter(-1, best, True)
+        return allowed.repeat_interleave(parts.shape[-1], -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.routing}"
+
+
+class _Experts(nn.Module):
+    """Experts in stacked tensors; subclasses say what one of them does, and all at once.
+
+    Only experts that a token chose are computed, each for its tokens together. Where the choice may not be read (while
+    tracing for a compiler, under function transforms, without memory) all are, for every token; the same to rounding.
+    """
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        """What an expert makes of tokens (n, dim)."""
+        raise NotImplementedError
+
+    def every(self, x: Tensor) -> Tensor:
+        """What every expert makes of every token (N, dim): (E, N, dim)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(chosen)
+        if hidden or chosen.device.type == "meta":
+            return self.through_all(x, weights, chosen)
+        if not chosen.numel():
+            return torch.zeros_like(x)
+        places = chosen.flatten().argsort(stable=True)  # a place is a token and one of its choices
+        counts = chosen.flatten().bincount().tolist()
+        tokens = x[places // chosen.shape[1]]
+        parts = zip(tokens.split(counts), range(len(counts)), strict=True)
+        made = torch.cat([self.one(part, expert) for part, expert in parts if len(part)])
+        made = made[places.argsort()].unflatten(0, chosen.shape)
+        out: Tensor = (made * weights[..., None]).sum(1)
+        return out.to(x.dtype)
+
+    def through_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The same with every expert computed for every token: O(E / k) times the work, and no choice is read."""
+        made = self.every(x)
+        share = weights.new_zeros(x.shape[0], made.shape[0]).scatter(1, chosen, weights)
+        out: Tensor = (made * share.t()[..., None]).sum(0)
+        return out.to(x.dtype)
+
+
+class GatedExperts(_Experts):
+    """Experts ``down_e(act(gate_e(x)) * up_e(x))`` (Shazeer 2020, arXiv:2002.05202): `GatedMLP`s without biases.
+
+    ``gate_proj``, ``up_proj`` (E, hidden, dim) and ``down_proj`` (E, dim, hidden). Cost ``6 N k dim hidden`` FLOPs.
+    """
+
+    def __init__(self, dim: int, hidden: int, experts: int, act: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.up_proj = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.down_proj = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.act = act
+        for weight in (self.gate_proj, self.up_proj, self.down_proj):
+            nn.init.normal_(weight, std=0.02)
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        inner = self.act(F.linear(x, self.gate_proj[expert])) * F.linear(x, self.up_proj[expert])
+        return F.linear(inner, self.down_proj[expert])
+
+    def every(self, x: Tensor) -> Tensor:
+        gate, up = (torch.matmul(x, weight.transpose(1, 2)) for weight in (self.gate_proj, self.up_proj))
+        return torch.matmul(self.act(gate) * up, self.down_proj.transpose(1, 2))
+
+
+class ClampedSwiGLU(nn.Module):
+    """The gate of gpt-oss's experts (OpenAI 2025, arXiv:2508.10925) on interleaved channels ``(g0, u0, g1, u1, ...)``.
+
+    ``(clamp(u, -limit, limit) + 1) * g' * sigmoid(alpha g')`` with ``g' = min(g, limit)``; ``(..., 2 n)`` to ``(...,
+    n)``.
+    """
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class StackedExperts(_Experts):
+    """Experts ``down_e(act(x up_e + b_e)) + c_e``, gpt-oss's; ``act`` maps ``2 hidden`` channels to ``hidden``.
+
+    ``gate_up_proj (E, dim, 2 hidden)``, ``down_proj (E, hidden, dim)``: rows are inputs, so a token multiplies from
+    the left. Cost ``6 N k dim hidden`` FLOPs.
+    """
+
+    def __init__(self, dim: int, hidden: int, experts: int, act: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, 2 * hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, dim))
+        self.down_proj_bias = nn.Parameter(torch.zeros(experts, dim))
+        self.act = act
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.normal_(weight, std=0.02)
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        hidden = self.act(torch.addmm(self.gate_up_proj_bias[expert], x, self.gate_up_proj[expert]))
+        return torch.addmm(self.down_proj_bias[expert], hidden, self.down_proj[expert])
+
+    def every(self, x: Tensor) -> Tensor:
+        hidden = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
+        made: Tensor = hidden @ self.down_proj + self.down_proj_bias[:, None]
+        return made
+
+
+class MixtureOfExperts(nn.Module):
+    """``sum over a token's experts of weight * expert(x)``, plus what experts for every token say.
+
+    Args:
+        router: from tokens (N, dim) to weights and expert numbers (N, k): a `Router`.
+        experts: from tokens, weights and numbers to (N, dim): `GatedExperts` or `StackedExperts`.
+        shared: a feed-forward part that every token goes through, added; None for none.
+        shared_gate: from dim to 1: the shared part is multiplied by its sigmoid (Qwen3-Next).
+
+    >>> moe = MixtureOfExperts(Router(8, Routing(4, 2)), GatedExperts(8, 16, 4, nn.SiLU()))
+    >>> moe(torch.ones(2, 3, 8)).shape
+    torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: nn.Module,
+        shared: nn.Module | None = None,
+        shared_gate: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        out: Tensor = self.experts(tokens, *self.router(tokens))
+        if self.shared is not None:
+            always = self.shared(tokens)
+            out = out + (always if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * always)
+        return out.view(x.shape)

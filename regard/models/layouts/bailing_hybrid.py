@@ -1,0 +1,74 @@
+"""Ling 3.0 (Bailing hybrid): Kimi Delta Attention with a bounded decay, and latent attention with a gate per head.
+
+Options, names and wiring are those of the release in transformers; the mechanisms: arXiv:2510.26692, arXiv:2405.04434.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from regard.mixers.parts import RMSNorm
+from regard.models.config import Config
+from regard.models.layouts.base import Layout, Plan
+from regard.models.layouts.deepseek_v3 import SEVERAL
+from regard.models.layouts.kimi_linear import KINDS, SYNONYMS, Delta, experts_of, feedforward_kinds
+from regard.models.layouts.latent import interleaved, read_latent
+from regard.models.layouts.rotary import rotary_from_config
+from regard.models.layouts.stacks import Dense, Experts, Part, Stack, from_zero, kinds_of, layers_of, silu_of
+from regard.models.tables import Ignored, same
+from regard.nn import KDAGates
+
+__all__ = ["BAILING_HYBRID"]
+
+
+def _bailing_hybrid(c: Config, has: Callable[[str], bool]) -> Plan:
+    dim, heads, layers = (
+        c.count("hidden_size", 2560),
+        c.count("num_attention_heads", 32),
+        c.count("num_hidden_layers", 42),
+    )
+    c.only("tie_word_embeddings", (False, None))
+    act, eps = silu_of(c), c.number("rms_norm_eps", 1e-6, least=0.0)
+    low = c.number("kda_lower_bound", -5.0)
+    delta = Delta(
+        dim,
+        c.count("linear_num_heads", heads),
+        c.count("linear_head_dim", c.count("head_dim", 128)),
+        c.count("linear_conv_kernel_dim", c.count("short_conv_kernel_size", 4)),
+        KDAGates(low=low if c.flag("kda_safe_gate", True) else None, eps=eps),
+    )
+    rotary = interleaved(rotary_from_config(c, c.count("qk_rope_head_dim", 64), base=6e6))
+    latent = read_latent(c, dim=dim, heads=heads, gate="head", rotary=rotary)
+    if latent.sizes.q_rank is not None:
+        raise c.error("q_lora_rank", latent.sizes.q_rank, "null: this family's queries are not compressed")
+    attention, mlp = "model.layers.{i}.attention", "model.layers.{i}.mlp"
+    rate = same({f"{attention}.A_log": "layers.{i}.mixer.A_log"})
+    mixers: dict[str, Part] = {
+        "linear_attention": (delta, delta.rows(attention, out="dense") + rate),
+        "full_attention": (latent, latent.rows(attention, out="dense")),
+    }
+    dense = Dense(dim, c.count("intermediate_size", 6144), act)
+    width = c.count("moe_intermediate_size", 768)
+    routing = experts_of(c, 512, factor=2.5, groups=8, open_groups=4)
+    experts = Experts(dim, width, act, routing, width * from_zero(c, "num_shared_experts", 1))
+    ffs: dict[str, Part] = {
+        "dense": (dense, dense.rows(mlp)),
+        "sparse": (experts, experts.rows(mlp, correction="gate.expert_bias")),
+    }
+    size = c.count("layer_group_size", 6)
+    types = kinds_of(c, "layer_types", layers, KINDS, lambda i: KINDS[(i + 1) % size == 0])
+    parts = layers_of(mixers, types, ffs, feedforward_kinds(c, layers, 2))
+    stack = Stack(c.count("vocab_size", 157184), dim, partial(RMSNorm, dim, eps), parts)
+    return stack.plan(("input_layernorm", "post_attention_layernorm"), table="model.word_embeddings.weight")
+
+
+BAILING_HYBRID = Layout(
+    "bailing_hybrid",
+    "BailingHybridForCausalLM",
+    _bailing_hybrid,
+    prefix="model.",
+    ignored=(Ignored("model.layers.42.*", SEVERAL),),
+    synonyms=SYNONYMS | {"num_mtp_layers": "num_nextn_predict_layers"},
+    inert=frozenset({"model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "qk_head_dim"}),
+)

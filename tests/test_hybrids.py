@@ -1,0 +1,646 @@
+"""Mixed stacks with latent attention, states and experts: options against transformers, splits, refusals, files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from regard.errors import CacheError, CacheFull, CheckpointError
+from regard.masks import Causal
+from regard.models import (
+    Decoder,
+    Embedding,
+    GatedExperts,
+    GatedMLP,
+    MixtureOfExperts,
+    PreNorm,
+    Router,
+    Routing,
+    ScaledResidual,
+    activation,
+    generate,
+    load,
+)
+from regard.nn import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LatentProjections,
+    LatentSizes,
+    LightningAttention,
+    Mamba,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    RMSNorm,
+)
+from regard.positions import Rotary
+
+HERE = Path(__file__).parent / "checkpoints"
+FAMILIES = ["bailing_hybrid", "deepseek_v2", "deepseek_v3", "jamba", "kimi_linear", "minimax", "qwen3_next"]
+WIDE = torch.float64
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+ROUTINGS = {
+    "softmax": Routing(6, 2),
+    "softmax, normalized": Routing(6, 3, normalized=True, factor=0.5),
+    "softmax, groups": Routing(6, 2, factor=2.0, groups=3, open_groups=2),
+    "sigmoid": Routing(6, 2, "sigmoid"),
+    "sigmoid, corrected": Routing(6, 2, "sigmoid", normalized=True, factor=2.5, corrected=True),
+    "sigmoid, corrected, groups": Routing(6, 3, "sigmoid", corrected=True, groups=2, open_groups=1),
+    "sigmoid, groups of one": Routing(6, 2, "sigmoid", groups=6, open_groups=3),
+    "one expert": Routing(1, 1, normalized=True),
+}
+
+
+def mixture(how, dim=5, seed=0, shared=True):
+    torch.manual_seed(seed)
+    act = activation("silu")
+    gate = torch.nn.Linear(dim, 1, bias=False)
+    parts = (GatedMLP(dim, 4, act), gate) if shared else (None, None)
+    moe = MixtureOfExperts(Router(dim, how), GatedExperts(dim, 7, how.experts, act), *parts).to(WIDE)
+    with torch.no_grad():
+        for tensor in moe.state_dict().values():
+            tensor.normal_()
+    return moe
+
+
+def by_hand(moe, token):
+    """One token through the formula, choice by choice."""
+    how, router, e = moe.router.routing, moe.router, moe.experts
+    logits = router.weight @ token
+    scores = logits.softmax(0) if how.score == "softmax" else torch.sigmoid(logits)
+    ranks = scores + router.correction if how.corrected else scores
+    size = how.experts // how.groups
+    merit = []
+    for g in range(how.groups):
+        best = sorted((float(r) for r in ranks[g * size : (g + 1) * size]), reverse=True)
+        merit.append(best[0] if how.score == "softmax" else sum(best[:2]))
+    open_groups = sorted(range(how.groups), key=lambda g: -merit[g])[: how.open_groups]
+    allowed = [i for i in range(how.experts) if i // size in open_groups]
+    chosen = sorted(allowed, key=lambda i: -float(ranks[i]))[: how.chosen]
+    total = sum(float(scores[i]) for i in chosen) if how.normalized else 1.0
+    out = torch.zeros_like(token)
+    for i in chosen:
+        inner = F.silu(e.gate_proj[i] @ token) * (e.up_proj[i] @ token)
+        out = out + how.factor * float(scores[i]) / total * (e.down_proj[i] @ inner)
+    if moe.shared is not None:
+        out = out + torch.sigmoid(moe.shared_gate(token)) * moe.shared(token)
+    return out
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@torch.no_grad()
+def test_experts_token_by_token(name):
+    moe, x = mixture(ROUTINGS[name]), torch.randn(2, 8, 5, dtype=WIDE)
+    got = moe(x)
+    for b in range(2):
+        for t in range(8):
+            torch.testing.assert_close(got[b, t], by_hand(moe, x[b, t]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@torch.no_grad()
+def test_what_a_token_gets_does_not_depend_on_the_others(name):
+    """However many tokens crowd one expert: none has a capacity."""
+    moe, x = mixture(ROUTINGS[name], shared=False), torch.randn(9, 5, dtype=WIDE)
+    crowd = torch.cat([x[:1].expand(200, -1), x])
+    torch.testing.assert_close(moe(crowd)[200:], moe(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(moe(x.flip(0)).flip(0), moe(x), rtol=0, atol=1e-12)
+    for i in range(9):
+        torch.testing.assert_close(moe(x[i : i + 1])[0], moe(x)[i], rtol=0, atol=1e-12)
+
+
+def test_all_experts_at_once_the_chosen_ones_and_gradients():
+    moe, x = mixture(ROUTINGS["sigmoid, corrected"]), torch.randn(7, 5, dtype=WIDE).requires_grad_()
+    weights, chosen = moe.router(x)
+    torch.testing.assert_close(moe.experts.through_all(x, weights, chosen), moe.experts(x, weights, chosen))
+    torch.testing.assert_close(torch.vmap(moe)(x[:, None])[:, 0], moe(x))
+    assert torch.autograd.gradcheck(moe, x)
+    moe(x).sum().backward()
+    assert all(p.grad is not None for p in moe.parameters())
+    assert "router.correction" in moe.state_dict() and moe.router.correction.grad_fn is None
+    assert moe(x[:0]).shape == (0, 5)
+    with torch.device("meta"):
+        empty = MixtureOfExperts(Router(5, Routing(4, 2)), GatedExperts(5, 7, 4, activation("silu")))
+    assert empty(torch.empty(2, 3, 5, device="meta")).shape == (2, 3, 5)
+
+
+def test_experts_under_a_compiler():
+    moe, x = mixture(ROUTINGS["sigmoid, corrected, groups"]).float(), torch.randn(6, 5)
+    fast = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fast(x), moe(x), rtol=1e-5, atol=1e-5)
+
+
+def test_scores_are_at_least_float32():
+    router = mixture(ROUTINGS["sigmoid, corrected"]).router.bfloat16()
+    weights, _ = router(torch.randn(3, 5, dtype=torch.bfloat16))
+    assert weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"experts": 0, "chosen": 1}, "^experts: "),
+        ({"experts": 4, "chosen": 5}, "^chosen: expected at most 4"),
+        ({"experts": 4, "chosen": 3, "groups": 2}, "^chosen: expected at most 2"),
+        ({"experts": 4, "chosen": 1, "groups": 3}, "^groups: "),
+        ({"experts": 4, "chosen": 1, "groups": 2, "open_groups": 3}, "^open_groups: "),
+        ({"experts": 4, "chosen": 1, "score": "tanh"}, "^score: "),
+    ],
+)
+def test_routings_that_cannot_be(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Routing(**arguments)
+
+
+# ---- stacks from factories -------------------------------------------------------------------------------------------
+
+LATENT = LatentSizes(8, 4, 4, 4, 6)
+MIXERS = (
+    lambda: KimiDeltaAttention(16, 4),
+    lambda: MultiHeadLatentAttention(16, 4, LATENT, mask=Causal(), rotary=Rotary(4, style="interleaved")),
+    lambda: GatedDeltaNet(16, 4, key_heads=2),
+    lambda: Mamba(16, state_dim=2, norm=RMSNorm),
+    lambda: MultiHeadAttention(16, 4, kv_heads=2, mask=Causal()),
+    lambda: LightningAttention(16, 4),
+    lambda: MultiHeadLatentAttention(16, 4, LATENT, projections=LatentProjections(gate="channel"), mask=Causal()),
+)
+
+
+def stack(mixers=MIXERS):
+    """Every mixer once; experts or a plain feed-forward part; two wirings."""
+    torch.manual_seed(0)
+
+    def layer(i):
+        act = activation("silu")
+        ff = MixtureOfExperts(
+            Router(16, ROUTINGS["sigmoid, corrected"]), GatedExperts(16, 8, 6, act), GatedMLP(16, 8, act)
+        )
+        parts = mixers[i](), ff if i % 2 else GatedMLP(16, 24, act), RMSNorm(16), RMSNorm(16)
+        if i % 3 == 2:
+            return ScaledResidual(*parts, mixer_scales=(1.5, 0.5), ff_scales=(2.0, 1.0))
+        return PreNorm(*parts)
+
+    return Decoder(Embedding(torch.nn.Embedding(11, 16)), [layer] * len(mixers), RMSNorm(16)).double().eval()
+
+
+@torch.no_grad()
+def test_any_layer_in_any_place_with_its_own_cache():
+    model, ids = stack(), torch.randint(0, 11, (3, 12))
+    keep = torch.ones(3, 12, dtype=torch.bool)
+    keep[1, :4] = False
+    whole = model(ids, keep=keep)
+    for sizes in ([1] * 12, [5, 1, 6], [0, 11, 1]):
+        cache = model.init_cache(3, 12)
+        parts = zip(ids.split(sizes, 1), keep.split(sizes, 1), strict=True)
+        steps = torch.cat([model(part, keep=real, cache=cache) for part, real in parts], 1)
+        torch.testing.assert_close(steps[keep], whole[keep], rtol=0, atol=1e-10)
+    torch.testing.assert_close(whole[1:2, 4:], model(ids[1:2, 4:]), rtol=0, atol=1e-10)
+    assert {type(one).__name__ for one in cache} == {"KVCache", "LatentCache", "StateCache"}
+    packed = model(ids[:1], segments=torch.tensor([[0] * 5 + [1] * 3 + [4] * 4]))
+    alone = torch.cat([model(part) for part in ids[:1].split([5, 3, 4], 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_two_texts_continued_in_turn_do_not_mix():
+    model, ids = stack(), torch.randint(0, 11, (2, 9))
+    caches = [model.init_cache(1, 9) for _ in range(2)]
+    for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
+        for row in (1, 0):
+            got = model(ids[row : row + 1, part], cache=caches[row])
+            torch.testing.assert_close(got, model(ids[row : row + 1])[:, part], rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_beams_take_latents_and_states_along():
+    model, ids = stack(), torch.randint(0, 11, (3, 6))
+    cache = model.init_cache(3, 8)
+    model(ids, cache=cache)
+    index = torch.tensor([2, 0, 0])
+    cache.reorder(index)
+    texts = ids[index]
+    for last in (torch.tensor([[4], [5], [6]]), torch.tensor([[1], [2], [3]])):
+        texts = torch.cat([texts, last], 1)
+        torch.testing.assert_close(model(last, cache=cache), model(texts)[:, -1:], rtol=0, atol=1e-10)
+    with pytest.raises(CacheFull):
+        model(last, cache=cache)
+    with pytest.raises(CacheError):
+        cache.crop(3)
+    assert cache.length == 8
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_prompt_in_two_pieces_to_a_warm_cache(family):
+    """The cache has served another text before; in float64, every place of the cut."""
+    model = load(HERE / family, dtype=WIDE)
+    ids = torch.randint(3, 97, (1, 12), generator=torch.Generator().manual_seed(4))
+    whole, cache = model(ids), model.init_cache(1, 20)
+    model(ids.flip(1), cache=cache)
+    for cut in range(13):
+        cache.reset()
+        parts = [model(part, cache=cache) for part in ids.split([cut, 12 - cut], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_of_different_lengths_are_continued_as_each_alone(family):
+    model = load(HERE / family, dtype=WIDE)
+    prompts = [[5, 9, 11, 80, 3, 41, 7], [8, 9], [3, 1, 4, 1]]
+    together = generate(model, prompts, max_tokens=5, end_ids=())
+    for i, prompt in enumerate(prompts):
+        assert together[i].ids == generate(model, prompt, max_tokens=5, end_ids=())[0].ids
+
+
+@pytest.mark.parametrize("family", ["bailing_hybrid", "deepseek_v3", "kimi_linear"])
+@torch.no_grad()
+def test_a_correction_stays_float32_in_a_bfloat16_model(family, tmp_path):
+    model = load(HERE / family, dtype=torch.bfloat16)
+    router = model.layers[-1].ff.router
+    assert router.correction.dtype == torch.float32 and router.weight.dtype == torch.bfloat16
+    assert "router.correction" not in {name.split("ff.")[-1] for name, _ in model.named_parameters()}
+    assert model(torch.tensor([[1, 5, 9]])).isfinite().all()
+    model.save(tmp_path)
+    again = load(tmp_path)
+    assert again.layers[-1].ff.router.correction.dtype == torch.float32
+    for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def changed(folder, tmp_path, **options):
+    """A copy of a checkpoint with other options; None takes one away."""
+    config = json.loads((HERE / folder / "config.json").read_text()) | options
+    config = {name: value for name, value in config.items() if value is not None or name not in options}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((HERE / folder / "model.safetensors").read_bytes())
+    return tmp_path
+
+
+def retold(folder, tmp_path, tell):
+    """A copy of a checkpoint with its tensors changed by a function of their dictionary."""
+    changed(folder, tmp_path)
+    tensors = load_file(HERE / folder / "model.safetensors")
+    tell(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+REFUSED = [
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+    ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ("deepseek_v2", {"num_experts_per_tok": 5}, "num_experts_per_tok=5"),
+    ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    ("deepseek_v2", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+    ("deepseek_v2", {"first_k_dense_replace": 2}, "missing tensors: .*unused tensors"),
+    ("deepseek_v2", {"kv_lora_rank": 12}, "tensors of another shape: "),
+    ("deepseek_v2", {"q_lora_rank": 6}, "missing tensors: .*q_a_proj"),
+    ("deepseek_v2", {"n_routed_experts": 10**9}, "n_routed_experts=1000000000.*at most"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True"),
+    ("deepseek_v2", {"swirl": 1}, "unknown option swirl"),
+    ("deepseek_v3", {"n_group": 3}, "groups: expected a divisor"),
+    ("deepseek_v3", {"topk_group": 3}, "open_groups: expected at most"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "unknown option quantization_config"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "head_dim=7"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "unused tensors: .*shared_experts"),
+    ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("qwen3_next", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+    ("qwen3_next", {"layer_types": ["waves"] * 4}, "layer_types="),
+    ("qwen3_next", {"mlp_only_layers": [1]}, "missing tensors: model.layers.1.mlp.down_proj"),
+    ("qwen3_next", {"mlp_only_layers": "1"}, "mlp_only_layers='1'"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads=3"),
+    ("qwen3_next", {"linear_value_head_dim": 4}, "in_proj_qkvz.weight is"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False"),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func="),
+    ("kimi_linear", {"linear_attn_config": {"swirl": 1}}, "linear_attn_config="),
+    ("kimi_linear", {"mlp_layer_types": ["dense", "wet", "dense", "dense"]}, "mlp_layer_types="),
+    ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ("kimi_linear", {"linear_conv_kernel_dim": 3}, "q_conv1d.weight is"),
+    ("bailing_hybrid", {"q_lora_rank": 8}, "q_lora_rank=8"),
+    ("bailing_hybrid", {"kda_lower_bound": 0.5}, "low: expected"),
+    ("bailing_hybrid", {"linear_head_dim": 4}, "tensors of another shape"),
+    ("minimax", {"rotary_dim": 10}, "rotary_dim=10"),
+    ("minimax", {"block_size": 5}, "not as the options say: .*diagonal_decay"),
+    ("minimax", {"hidden_act": "relu"}, "hidden_act='relu'"),
+    ("minimax", {"layer_types": ["linear_attention"] * 4}, "missing tensors: .*layers.3.self_attn"),
+    ("jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
+    ("jamba", {"attn_layer_offset": 4}, "attn_layer_offset=4"),
+    ("jamba", {"expert_layer_offset": 0}, "missing tensors: .*layers.0.feed_forward.experts"),
+    ("jamba", {"mamba_dt_rank": "auto"}, "dt_proj.weight is"),
+    ("jamba", {"mamba_conv_bias": False}, "unused tensors: .*conv1d.bias"),
+]
+
+
+@pytest.mark.parametrize(("folder", "options", "words"), REFUSED)
+def test_options_that_do_not_fit_are_refused(folder, options, words, tmp_path):
+    with pytest.raises(CheckpointError, match=words):
+        load(changed(folder, tmp_path, **options))
+
+
+KIMI_LISTS = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 8, "num_heads": 4}
+OTHERWISE = [
+    ("deepseek_v2", {"rope_parameters": None, "rope_theta": 10000.0, "scoring_func": "softmax", "moe_layer_freq": 1}),
+    ("deepseek_v2", {"n_group": None, "topk_group": None, "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1}),
+    ("deepseek_v2", {"n_routed_experts": None, "num_experts": 4, "num_key_value_heads": None}),
+    ("deepseek_v3", {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": None}),
+    ("deepseek_v3", {"num_nextn_predict_layers": None, "num_mtp_layers": 0}),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 4, "mlp_only_layers": None}),
+    ("qwen3_next", {"rope_parameters": None, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}),
+    ("qwen3_next", {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "use_sliding_window": False}),
+    ("kimi_linear", {"layer_types": None, "linear_attn_config": KIMI_LISTS | {"short_conv_kernel_size": 4}}),
+    ("kimi_linear", {"mlp_layer_types": None, "first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True}),
+    ("kimi_linear", {"num_experts_per_token": None, "num_experts_per_tok": 2, "use_grouped_topk": True}),
+    ("bailing_hybrid", {"layer_types": None, "layer_group_size": 4, "mlp_layer_types": None}),
+    ("bailing_hybrid", {"rope_parameters": None, "linear_num_heads": None, "linear_head_dim": None}),
+    ("minimax", {"num_local_experts": None, "num_experts": 4, "rotary_dim": 8, "mlp_alpha_factor": 1.0}),
+    ("jamba", {"use_mamba_kernels": True, "num_logits_to_keep": 1, "mamba_inner_layernorms": True}),
+]
+
+
+@pytest.mark.parametrize(("folder", "options"), OTHERWISE)
+@torch.no_grad()
+def test_other_spellings_of_the_same_options(folder, options, tmp_path):
+    ids = torch.tensor([[1, 5, 9, 2]])
+    assert torch.equal(load(changed(folder, tmp_path, **options))(ids), load(HERE / folder)(ids))
+
+
+def test_layers_named_twice_or_never_are_refused(tmp_path):
+    lists = KIMI_LISTS | {"kda_layers": [1, 2]}
+    with pytest.raises(CheckpointError, match="each of 1 to 4 once"):
+        load(changed("kimi_linear", tmp_path, layer_types=None, linear_attn_config=lists))
+
+
+@torch.no_grad()
+def test_a_dense_layer_by_its_first_name(tmp_path):
+    def tell(tensors):
+        for part in ("gate", "up", "down"):
+            name = f"model.layers.0.block_sparse_moe.{part}_proj.weight"
+            tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+
+    ids = torch.tensor([[1, 5, 9]])
+    assert torch.equal(load(retold("kimi_linear", tmp_path, tell))(ids), load(HERE / "kimi_linear")(ids))
+
+
+def test_an_expert_that_is_absent_or_too_many(tmp_path):
+    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
+
+    def tell(tensors):
+        tensors[name.format(4)] = tensors.pop(name.format(2))
+
+    with pytest.raises(CheckpointError, match=r"missing tensors: .*experts\.2\.up.*unused tensors: .*experts\.4\.up"):
+        load(retold("deepseek_v2", tmp_path, tell))
+
+
+def test_experts_of_another_shape(tmp_path):
+    def tell(tensors):
+        tensors["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.zeros(16, 31)
+
+    with pytest.raises(CheckpointError, match=r"experts\.3\.up_proj\.weight is \(16, 31\), expected \(16, 32\)"):
+        load(retold("deepseek_v2", tmp_path, tell))
+
+
+@torch.no_grad()
+def test_modules_for_several_tokens_ahead_are_left(tmp_path):
+    def tell(tensors):
+        tensors["model.layers.61.enorm.weight"] = torch.ones(32)
+
+    ids = torch.tensor([[1, 5, 9]])
+    assert torch.equal(load(retold("deepseek_v3", tmp_path, tell))(ids), load(HERE / "deepseek_v3")(ids))
+
+
+@torch.no_grad()
+def test_decays_that_follow_from_the_options(tmp_path):
+    """Absent they are not missed, wrong they are refused, and saving writes them."""
+    names = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
+    def without(tensors):
+        for name in [key for key in tensors if key.endswith(names)]:
+            del tensors[name]
+
+    def wrong(tensors):
+        tensors["model.layers.1.self_attn.slope_rate"] *= 1.01
+
+    ids = torch.tensor([[1, 5, 9]])
+    model = load(retold("minimax", tmp_path, without))
+    assert torch.equal(model(ids), load(HERE / "minimax")(ids))
+    model.save(tmp_path / "again")
+    written, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", HERE / "minimax"))
+    assert set(written) == set(stored) and all(torch.equal(written[name], stored[name]) for name in stored)
+    with pytest.raises(CheckpointError, match=r"not as the options say: model\.layers\.1\.self_attn\.slope_rate"):
+        load(retold("minimax", tmp_path, wrong))
+
+
+# ---- against transformers, with other options ------------------------------------------------------------------------
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 64,
+    "intermediate_size": 40,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+MLA = {
+    **SMALL,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+    "q_lora_rank": 9,
+}
+MOE = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+SHARP = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}
+LING = {
+    **{name: value for name, value in MLA.items() if name != "q_lora_rank"},
+    "head_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 12,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "short_conv_kernel_size": 3,
+}
+KIMI = {
+    **MLA,
+    "q_lora_rank": None,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 12,
+    "linear_head_dim": 5,
+    "linear_num_heads": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+QWEN = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 10,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MINIMAX = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "block_size": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+JAMBA = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 5,
+    "mamba_dt_rank": 3,
+    "use_mamba_kernels": True,
+}
+CASES = {
+    "deepseek_v2": ("DeepseekV2", {**MLA, **MOE}),
+    "deepseek_v2-yarn-biases": ("DeepseekV2", {**MLA, **MOE, "rope_parameters": SHARP, "attention_bias": True}),
+    "deepseek_v2-groups": (
+        "DeepseekV2",
+        {
+            **MLA,
+            **MOE,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek_v2-tied-relu": (
+        "DeepseekV2",
+        {**MLA, **MOE, "q_lora_rank": None, "tie_word_embeddings": True, "hidden_act": "relu", "rms_norm_eps": 1e-2},
+    ),
+    "deepseek_v2-dense": ("DeepseekV2", {**MLA, **MOE, "first_k_dense_replace": 3, "mlp_bias": True}),
+    "deepseek_v3": ("DeepseekV3", {**MLA, **MOE, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3-yarn": ("DeepseekV3", {**MLA, **MOE, "n_group": 2, "topk_group": 1, "rope_parameters": SHARP}),
+    "deepseek_v3-plain-yarn": ("DeepseekV3", {**MLA, **MOE, "n_group": 2, "topk_group": 2, "rope_parameters": YARN}),
+    "deepseek_v3-half-split": (
+        "DeepseekV3",
+        {
+            **MLA,
+            **MOE,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "kimi_linear": ("KimiLinear", KIMI),
+    "kimi_linear-compressed-queries": (
+        "KimiLinear",
+        {**KIMI, "q_lora_rank": 7, "moe_renormalize": False, "num_expert_group": 2, "linear_conv_kernel_dim": 2},
+    ),
+    "bailing": ("BailingHybrid", {**LING, "layer_types": KIMI["layer_types"]}),
+    "bailing-softplus": ("BailingHybrid", {**LING, "kda_safe_gate": False, "layer_group_size": 2}),
+    "bailing-bound": ("BailingHybrid", {**LING, "kda_lower_bound": -1.0, "rope_theta": 100.0, "layer_group_size": 3}),
+    "qwen3_next": ("Qwen3Next", QWEN),
+    "qwen3_next-biases-tied": (
+        "Qwen3Next",
+        {**QWEN, "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False, "mlp_only_layers": [1]},
+    ),
+    "qwen3_next-steps": (
+        "Qwen3Next",
+        {
+            **QWEN,
+            "decoder_sparse_step": 2,
+            "linear_conv_kernel_dim": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "minimax": ("MiniMax", MINIMAX),
+    "minimax-scaled-window": (
+        "MiniMax",
+        {
+            **MINIMAX,
+            "head_dim": 6,
+            "sliding_window": 3,
+            "full_attn_alpha_factor": 3.5,
+            "linear_attn_alpha_factor": 2.5,
+            "mlp_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.5,
+            "linear_attn_beta_factor": 0.7,
+            "mlp_beta_factor": 0.9,
+        },
+    ),
+    "jamba": ("Jamba", JAMBA),
+    "jamba-biases-dense-tied": (
+        "Jamba",
+        {
+            **JAMBA,
+            "num_experts": 1,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "mamba_dt_rank": "auto",
+            "mamba_expand": 3,
+        },
+    ),
+}
+
+
+def write(cls, options, folder):
+    """A random model of that class with every tensor away from its initial constants, saved by transformers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{cls}Config")(**options)
+    model = getattr(transformers, f"{cls}ForCausalLM")._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(std=0.5 if "norm" in name or p.dim() == 1 else 0.3)
+        for name, p in model.named_buffers():
+            if name.endswith("correction_bias"):
+                p.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_round_trip(case, tmp_path):
+    cls, options = CASES[case]
+    peer = write(cls, options, tmp_path / "peer")
+    ids = torch.randint(4, 61, (2, 13), generator=torch.Generator().manual_seed(1))
+    model = load(tmp_path / "peer")
+    want = peer(ids).logits
+    close = {"rtol": 1e-4, "atol": 2e-5 * float(want.abs().max())}
+    torch.testing.assert_close(model(ids), want, **close)
+    assert model.end_ids == (2, 3)
+
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    keep[1, :4] = False
+    torch.testing.assert_close(model(ids, keep=keep)[1:, 4:], peer(ids[1:, 4:]).logits, **close)
+
+    model.save(tmp_path / "ours")
+    written, stored = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "peer"))
+    assert set(written) == set(stored) and all(torch.equal(written[name], stored[name]) for name in stored)
+    again = type(peer).from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    torch.testing.assert_close(again(ids).logits, want, **close)

@@ -60,6 +60,10 @@ class Placed:
     positions: Tensor  # int64 (B, T)
     counts: Tensor | None  # int64 (B, T): the next position after each token; None: positions are plain slots
 
+    def real(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) with 0 at padding: what stands there would reach the gradients of projections."""
+        return x if self.keep is None else torch.where(self.keep[..., None], x, 0.0)
+
 
 class TokenLog:
     """What a cache remembers of each slot, once any is special: keep, segment id, running count."""

@@ -193,7 +193,7 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Tensor:
         """The mixed tokens (B, T, dim). See the class for the arguments' meanings; a context is refused."""
         given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
-        q, held, options = self._read(x, context, mask=mask, cache=cache, **given)
+        x, q, held, options = self._read(x, context, mask=mask, cache=cache, **given)
         options["dropout_p"] = self.scores.dropout if self.training else 0.0
         if self.absorbs(x.shape[1], held.k.shape[2]):
             out = self._absorbed(q, held, options)
@@ -205,7 +205,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, value_dim)): the weights before dropout, and the heads' values."""
-        q, held, options = self._read(x, context, **arguments)
+        _, q, held, options = self._read(x, context, **arguments)
         k, v = self._expanded(held)
         _, weights, _ = attention_weights(q, k, v, **options)
         v = v.to(weights.dtype)
@@ -243,8 +243,10 @@ class MultiHeadLatentAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         cache: LatentCache | None = None,
         **given: Any,
-    ) -> tuple[Tensor, Held, dict[str, Any]]:
-        """Queries (B, H, T, key_dim), the latents they read, the rest of the attention call; nothing is changed."""
+    ) -> tuple[Tensor, Tensor, Held, dict[str, Any]]:
+        """x with 0 at padding, queries (B, H, T, key_dim), the latents they read, the rest of the attention call.
+
+        Nothing is changed."""
         check_tokens("x", x, self.dim)
         if context is not None:
             raise ValueError("context: MultiHeadLatentAttention mixes one sequence and takes no context")
@@ -254,6 +256,7 @@ class MultiHeadLatentAttention(nn.Module):
             raise ValueError(f"cache: made for latents of rank {cache.rank}, got a layer with {self.sizes.rank}")
         sizes = (x.shape[0], x.shape[1], x.device)
         placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
+        x = placed.real(x)
         latent, shared = self.kv_a_proj(x)[:, None].split((self.sizes.rank, self.sizes.rope_dim), -1)
         latent = torch.cat((self.kv_a_norm(latent), self._turned(shared, placed.positions)), -1)
         if cache is None:
@@ -272,7 +275,7 @@ class MultiHeadLatentAttention(nn.Module):
             "q_start": 0 if cache is None else cache.length,
             "mask": read_mask(self.mask, mask, held, x),
         }
-        return q, held, options
+        return x, q, held, options
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         return x if self.rotary is None else self.rotary(x, positions)

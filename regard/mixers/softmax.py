@@ -23,7 +23,7 @@ from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
-from regard.tokens import Placed, place
+from regard.tokens import place
 
 __all__ = ["MultiHeadAttention", "griffin_attention", "records"]
 
@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
                 if cache is None
                 else cache.place(batch, tokens, x.device, **given)
             )
-            x = _real(x, placed)
+            x = placed.real(x)
             q, (k, v) = self._queries(x, placed.positions), self._keys(x, placed.positions)
             held = Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
             start = (0 if cache is None else cache.length) - held.first
@@ -218,7 +218,7 @@ class MultiHeadAttention(nn.Module):
         check_tokens("context", context, self.k_proj.in_features, x)
         sizes = (context.shape[0], context.shape[1], context.device)
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
-        k, v = self._keys(_real(context, placed), None)
+        k, v = self._keys(placed.real(context), None)
         return Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -245,11 +245,6 @@ class MultiHeadAttention(nn.Module):
         if self.gate_proj is not None:
             out = out * torch.sigmoid(self.gate_proj(x))
         return out if self.o_proj is None else self.o_proj(out)
-
-
-def _real(x: Tensor, placed: Placed) -> Tensor:
-    """Tokens with 0 at padding: what stands there would reach the projections' gradients."""
-    return x if placed.keep is None else torch.where(placed.keep[..., None], x, 0.0)
 
 
 def griffin_attention(

@@ -248,8 +248,9 @@ def run_conv(call: ShortConvCall) -> tuple[Tensor, Tensor]:
     """`regard.short_conv` by the kernels; the second result is empty."""
     if not call.x.numel():
         return reference.run(call)
-    x, taps, bias, state = _unit(call.x.float()), call.weight.float().t(), _wide(call.bias), _wide(call.state)
-    return _conv([x, taps.contiguous(), bias, None if state is None else state.contiguous(), call.starts])
+    x, taps = _unit(call.x.float()), call.weight.float().t().contiguous()
+    bias, state = (None if t is None else t.float().contiguous() for t in (call.bias, call.state))
+    return _conv([x, taps, bias, state, call.starts])
 
 
 def _empty_conv(tensors: Tensors, numbers: Numbers, keep: bool) -> Outputs:

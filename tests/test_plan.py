@@ -319,14 +319,14 @@ def test_work_of_latent_attention():
 @pytest.mark.parametrize(
     ("make", "prefill", "step"),
     [
-        (lambda: regard.nn.LightningAttention(64, 4), 4 * 1000 * (2 * 64 * 16 + 2 * 16 * 16), 3 * 4 * 16 * 16),
-        (lambda: regard.nn.GatedLinearAttention(64, 4), 4 * 1000 * (64 * 24 + 2 * 8 * 16), 3 * 4 * 8 * 16),
+        (lambda: regard.nn.LightningAttention(64, 4), 4 * 1000 * (2 * 32 * 16 + 2 * 16 * 16), 3 * 4 * 16 * 16),
+        (lambda: regard.nn.GatedLinearAttention(64, 4), 4 * 1000 * (32 * 24 + 2 * 8 * 16), 3 * 4 * 8 * 16),
         (lambda: regard.nn.LinearAttention(64, 4, eps=None), None, 2 * 4 * 16 * 16),
-        (lambda: regard.nn.DeltaNet(64, 4), 4 * 1000 * (5 * 64 * 16 + 3 * 256) + 4 * 1000 * 4096 // 3, 3 * 4 * 256),
+        (lambda: regard.nn.DeltaNet(64, 4), 4 * 1000 * (5 * 32 * 16 + 3 * 256) + 4 * 1000 * 1024 // 3, 3 * 4 * 256),
         (lambda: regard.nn.KimiDeltaAttention(64, 4), None, 4 * 4 * 256),
         (
             lambda: regard.nn.Mamba2(64, 4, state_dim=16, groups=2),
-            2 * 1000 * 64 * 16 + 4 * 1000 * (64 * 32 + 2 * 16 * 32),
+            2 * 1000 * 32 * 16 + 4 * 1000 * (32 * 32 + 2 * 16 * 32),
             3 * 4 * 32 * 16,
         ),
         (lambda: regard.nn.Mamba(64), 3 * 1000 * 128 * 16, 3 * 128 * 16),

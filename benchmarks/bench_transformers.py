@@ -15,6 +15,8 @@ import page
 import torch
 import transformers
 
+import regard.integrations.transformers  # registers "regard"
+
 TOKENS = 2048
 SIZES = {
     "vocab_size": 512,

@@ -15,7 +15,7 @@ import page
 import torch
 import transformers
 
-import regard.integrations.transformers  # registers "regard"
+from regard.integrations.transformers import NAME  # importing it registers the implementation
 
 TOKENS = 2048
 SIZES = {
@@ -27,7 +27,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
-KINDS = ("regard", "sdpa", "eager")
+KINDS = (NAME, "sdpa", "eager")
 
 
 def models() -> dict[str, transformers.PreTrainedModel]:

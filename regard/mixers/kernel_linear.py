@@ -22,7 +22,7 @@ from regard.masks import Mask
 from regard.masks.checks import describe, whole
 from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
 from regard.ops.checks import without_autocast
 from regard.tokens import Placed, place
 from regard.transitions import Decay
@@ -275,9 +275,7 @@ class LinearCrossAttention(_Kernel):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Room for the sums of a context; `capacity` and `dtype` change nothing: size and precision are fixed."""
-        weight = self.k_proj.weight
-        shape, place = (whole("batch", batch, 0), *self.state_shapes()["state"]), device or weight.device
-        return StateCache(batch, {"state": torch.zeros(shape, dtype=compute_dtype(weight), device=place)}, place)
+        return empty_states(self.state_shapes(), batch, self.k_proj.weight, device)
 
     def _written(self, stream: Stream, values: Tensor) -> Tensor:
         k, v = self.key_features(stream.x), self.summed(values)
@@ -299,10 +297,7 @@ class LinearCrossAttention(_Kernel):
             raise ValueError(f"mask: expected None, the sums are over the whole context; got {describe(mask)}")
         if segments is not None:
             raise ValueError("segments: with a context they have no meaning; mask the context with keep")
-        if cache is not None and not isinstance(cache, StateCache):
-            raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
-        if cache is not None and {n: tuple(t.shape[1:]) for n, t in cache.states.items()} != self.state_shapes():
-            raise ValueError(f"cache: it was made for states of other shapes than {self.state_shapes()}")
+        check_cache(cache, self.state_shapes())
         if context is None:
             if cache is None or not cache.length:
                 raise ValueError("context: expected the tokens to read, or a cache that holds their sums")

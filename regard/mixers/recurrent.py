@@ -26,7 +26,16 @@ from regard.ops.scan import scan, selective_scan
 from regard.tokens import Placed, place
 from regard.transitions import Decay, Delta
 
-__all__ = ["RecurrentLayer", "States", "Stream", "compute_dtype", "identity", "scan_matrix"]
+__all__ = [
+    "RecurrentLayer",
+    "States",
+    "Stream",
+    "check_cache",
+    "compute_dtype",
+    "empty_states",
+    "identity",
+    "scan_matrix",
+]
 
 States = Mapping[str, Tensor]
 
@@ -197,13 +206,7 @@ class RecurrentLayer(nn.Module):
         """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
         if self.bidirectional:
             raise ValueError("bidirectional: a layer that reads later tokens cannot decode, so it has no cache")
-        weight = next(self.parameters())
-        kind, place = compute_dtype(weight), device or weight.device
-        states = {
-            name: torch.zeros((whole("batch", batch, 0), *shape), dtype=kind, device=place)
-            for name, shape in self.state_shapes().items()
-        }
-        return StateCache(batch, states, place)
+        return empty_states(self.state_shapes(), batch, next(self.parameters()), device)
 
     # ---- the steps of a call ---------------------------------------------------------------------------------------
 
@@ -225,10 +228,7 @@ class RecurrentLayer(nn.Module):
             raise ValueError(f"{name}: expected None in a layer that reads later tokens, got {one}")
         if mask is not None and not isinstance(mask, Causal):
             raise ValueError(f"mask: expected None or Causal(): the past is in a state, got {describe(mask)}")
-        if cache is not None and not isinstance(cache, StateCache):
-            raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
-        if cache is not None and {n: tuple(t.shape[1:]) for n, t in cache.states.items()} != self.state_shapes():
-            raise ValueError(f"cache: it was made for states of other shapes than {self.state_shapes()}")
+        check_cache(cache, self.state_shapes())
         sizes = (x.shape[0], x.shape[1], x.device)
         given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
         placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
@@ -245,6 +245,24 @@ class RecurrentLayer(nn.Module):
             name: torch.where(rows.view(-1, *[1] * (state.ndim - 1)), 0.0, state)
             for name, state in cache.states.items()
         }
+
+
+def empty_states(
+    shapes: Mapping[str, tuple[int, ...]], batch: int, like: Tensor, device: torch.device | str | None
+) -> StateCache:
+    """States of zeros for `batch` rows, by their shapes without the batch axis, beside parameters such as `like`."""
+    kind, place = compute_dtype(like), device or like.device
+    rows = whole("batch", batch, 0)
+    states = {name: torch.zeros((rows, *shape), dtype=kind, device=place) for name, shape in shapes.items()}
+    return StateCache(batch, states, place)
+
+
+def check_cache(cache: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless `cache` is None or holds states of these shapes."""
+    if cache is not None and not isinstance(cache, StateCache):
+        raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
+    if cache is not None and {name: tuple(t.shape[1:]) for name, t in cache.states.items()} != shapes:
+        raise ValueError(f"cache: it was made for states of other shapes than {shapes}")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -17,13 +17,26 @@ class StateCall:
     """What the four records share."""
 
     operation: ClassVar[str]
+    first: ClassVar[str] = "x"  # the name of the first tensor
     state: Tensor | None
     starts: Tensor | None  # bool (B, T): the token opens a segment, so the state is zeroed before it
 
     @property
     def lead(self) -> Tensor:
-        """The tensor whose dtype and device are the call's."""
-        raise NotImplementedError
+        """The first tensor, whose dtype and device are the call's."""
+        first: Tensor = getattr(self, self.first)
+        return first
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The state's shape, the batch included."""
+        raise NotImplementedError  # each record has its own
+
+    def first_state(self) -> Tensor:
+        """The state before the first token, in the compute dtype; zeros where none was given."""
+        if self.state is None:
+            return self.lead.new_zeros(self.state_shape, dtype=self.compute_dtype)
+        return self.state.to(self.compute_dtype)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,6 +73,7 @@ class RecurrenceCall(StateCall):
     """q, k (B, Hk, T, Dk), v (B, Hv, T, Dv), beta (B, Hv, T), log_decay as in `Decay`, state (B, Hv, Dk, Dv)."""
 
     operation: ClassVar[str] = "recurrence"
+    first: ClassVar[str] = "q"
 
     q: Tensor
     k: Tensor
@@ -73,21 +87,15 @@ class RecurrenceCall(StateCall):
     into: Tensor | None = None  # where the last state may be put; only without gradients
 
     @property
-    def lead(self) -> Tensor:
-        return self.q
-
-    @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """B, Hk, Hv, T, Dk, Dv."""
         batch, key_heads, tokens, key_dim = self.q.shape
         return batch, key_heads, self.v.shape[1], tokens, key_dim, self.v.shape[3]
 
-    def first_state(self) -> Tensor:
-        """The state before the first token, in the compute dtype."""
+    @property
+    def state_shape(self) -> tuple[int, ...]:
         batch, _, heads, _, key_dim, value_dim = self.sizes
-        if self.state is None:
-            return self.q.new_zeros(batch, heads, key_dim, value_dim, dtype=self.compute_dtype)
-        return self.state.to(self.compute_dtype)
+        return batch, heads, key_dim, value_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +110,8 @@ class ScanCall(StateCall):
     starts: Tensor | None
 
     @property
-    def lead(self) -> Tensor:
-        return self.x
-
-    def first_state(self) -> Tensor:
-        """The state before the first token, in the compute dtype."""
-        if self.state is None:
-            return self.x.new_zeros(self.x.shape[0], *self.x.shape[2:], dtype=self.compute_dtype)
-        return self.state.to(self.compute_dtype)
+    def state_shape(self) -> tuple[int, ...]:
+        return self.x.shape[0], *self.x.shape[2:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +130,8 @@ class SelectiveScanCall(StateCall):
     starts: Tensor | None
 
     @property
-    def lead(self) -> Tensor:
-        return self.x
-
-    def first_state(self) -> Tensor:
-        """The state before the first token, in the compute dtype."""
-        if self.state is None:
-            return self.x.new_zeros(self.x.shape[0], *self.A.shape, dtype=self.compute_dtype)
-        return self.state.to(self.compute_dtype)
+    def state_shape(self) -> tuple[int, ...]:
+        return self.x.shape[0], *self.A.shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,13 +147,10 @@ class ShortConvCall(StateCall):
     starts: Tensor | None
 
     @property
-    def lead(self) -> Tensor:
-        return self.x
-
-    @property
     def line(self) -> Tensor:
         """The inputs before and those of the call, (B, W - 1 + T, C), in the compute dtype."""
-        batch, _, channels = self.x.shape
-        dtype, reach = self.compute_dtype, self.weight.shape[1] - 1
-        before = self.x.new_zeros(batch, reach, channels, dtype=dtype) if self.state is None else self.state.to(dtype)
-        return torch.cat((before, self.x.to(dtype)), 1)
+        return torch.cat((self.first_state(), self.x.to(self.compute_dtype)), 1)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.x.shape[0], self.weight.shape[1] - 1, self.x.shape[2]

@@ -6,6 +6,9 @@ answer. So it takes about ``C + T / C`` steps of O(T d) work in all. Products of
 
 The selective scan's state is d times N numbers, so it goes block after block, and a block is computed again in the
 backward pass instead of being kept: memory O(C d N + T d).
+
+A compiled graph unrolls these loops: it is made anew for another length, and a graph with a free length cannot be
+exported from this form, which torch says as it refuses (the CPU kernels' operators can).
 """
 
 from __future__ import annotations

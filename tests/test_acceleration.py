@@ -10,6 +10,7 @@ import transformers
 
 from regard.backends import count_backends
 from regard.integrations.transformers import accelerate
+from regard.models import experts
 
 FOLDERS = Path(__file__).parent / "checkpoints"
 NAMES = ["qwen3_next", "kimi_linear", "mamba2", "recurrent_gemma"]
@@ -81,3 +82,34 @@ def test_offloaded_weights_are_refused():
     next(m for m in model.modules() if type(m).__name__ == "Mamba2Mixer").conv1d._hf_hook = object()
     with pytest.raises(ValueError, match="offloaded"):
         accelerate(model)
+
+
+@torch.no_grad()
+def test_packed_documents_are_as_separate_ones():
+    """transformers' own plain code lets a document read the one before it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDERS / "qwen3_next", dtype=torch.float32).eval()
+    ids, borders = tokens(30)[:1], [0, 11, 12, 30]
+    parts = list(zip(borders, borders[1:], strict=False))
+    with accelerate(model):
+        alone = torch.cat([model(ids[:, a:b], use_cache=False).logits for a, b in parts], 1)
+        places = torch.cat([torch.arange(b - a) for a, b in parts])[None]
+        marks = {"cu_seq_lens_q": torch.tensor(borders, dtype=torch.int32)}
+        close(model(ids, position_ids=places, use_cache=False, **marks).logits, alone)
+
+
+@torch.no_grad()
+def test_experts_of_any_number(monkeypatch):
+    """All at once, or by transformers' own code: the same; one that nobody asked for may overflow."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDERS / "qwen3_next", dtype=torch.float32).eval()
+    ids = tokens(20)
+    want = model(ids).logits
+    for most in (-1, 2**60):
+        monkeypatch.setattr(experts, "SPARED", most)
+        with accelerate(model) as changed:
+            assert "model.layers.0.mlp.experts" in changed.layers
+            close(model(ids).logits, want)
+    layer = model.model.layers[0].mlp.experts
+    layer.gate_up_proj[1] = 1e38
+    with accelerate(model):
+        out = layer(torch.ones(3, 32), torch.tensor([[0], [1], [2]]), torch.ones(3, 1))
+    assert out[[0, 2]].isfinite().all() and not out[1].isfinite().all()

@@ -6,6 +6,7 @@ tokens of a batch choose. Shazeer et al. 2017, arXiv:1701.06538; Dai et al. 2024
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from regard.masks.checks import whole
 
 __all__ = ["ClampedSwiGLU", "GatedExperts", "MixtureOfExperts", "Router", "Routing", "StackedExperts"]
+
+SPARED = 2**21  # multiply-adds that take as long as sorting tokens by expert and bringing them back
 
 
 @dataclass(frozen=True)
@@ -113,25 +116,61 @@ class Router(nn.Module):
         return f"{self.weight.shape[1]}, {self.routing}"
 
 
+def all_are_cheaper(down_proj: Tensor, chosen: Tensor) -> bool:
+    """Whether all of E experts for N tokens cost less than sorting tokens by the k experts that each chose (N, k).
+
+    What counts is multiply-adds by one matrix (E, n, m) that would be for nothing; few tokens wait for memory instead.
+    """
+    experts, rows, columns = down_proj.shape
+    return (experts - chosen.shape[1]) * rows * columns * max(len(chosen), 64) <= SPARED
+
+
+def by_share(inner: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden channels of all experts (N, E, hidden) times their weights for a token (N, E), which are returned too."""
+    share = weights.new_zeros(inner.shape[:2]).scatter(1, chosen, weights)
+    return (inner * share[..., None]).to(inner.dtype), share.to(inner.dtype)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether no number of x is NaN or infinite, nor their sum; with one look."""
+    return math.isfinite(x.detach().sum().item())
+
+
+def down_of_all(inner: Tensor, down_proj: Tensor) -> Tensor:
+    """The sum over experts of ``down_e inner_e``: channels (N, E, hidden) and matrices (E, dim, hidden) to (N, dim)."""
+    return F.linear(inner.flatten(1), down_proj.transpose(0, 1).flatten(1))
+
+
 class _Experts(nn.Module):
     """Experts in stacked tensors; subclasses say what one of them does, and all at once.
 
     Only experts that a token chose are computed, each for its tokens together. Where the choice may not be read (while
-    tracing for a compiler, under function transforms, without memory) all are, for every token; the same to rounding.
+    tracing for a compiler, under function transforms, without memory), and where experts are so few and small that
+    sorting tokens would cost more, all are, for every token; the same to rounding.
     """
+
+    down_proj: nn.Parameter
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         """What an expert makes of tokens (n, dim)."""
         raise NotImplementedError
 
-    def every(self, x: Tensor) -> Tensor:
-        """What every expert makes of every token (N, dim): (E, N, dim)."""
+    def inner(self, x: Tensor) -> Tensor:
+        """The hidden channels of every expert for every token (N, dim): (N, E, hidden)."""
+        raise NotImplementedError
+
+    def joined(self, inner: Tensor, share: Tensor) -> Tensor:
+        """The sum of all experts over such channels, which stand multiplied by the experts' shares (N, E): (N, dim)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(chosen)
         if hidden or chosen.device.type == "meta":
             return self.through_all(x, weights, chosen)
+        if all_are_cheaper(self.down_proj, chosen):
+            out = self.joined(*by_share(self.inner(x), weights, chosen))
+            if is_finite(out):  # or an expert that nobody asked for may have overflowed
+                return out
         if not chosen.numel():
             return torch.zeros_like(x)
         places = chosen.flatten().argsort(stable=True)  # a place is a token and one of its choices
@@ -140,15 +179,14 @@ class _Experts(nn.Module):
         parts = zip(tokens.split(counts), range(len(counts)), strict=True)
         made = torch.cat([self.one(part, expert) for part, expert in parts if len(part)])
         made = made[places.argsort()].unflatten(0, chosen.shape)
-        out: Tensor = (made * weights[..., None]).sum(1)
-        return out.to(x.dtype)
+        mixed: Tensor = (made * weights[..., None]).sum(1)
+        return mixed.to(x.dtype)
 
     def through_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The same with every expert computed for every token: O(E / k) times the work, and no choice is read."""
-        made = self.every(x)
-        share = weights.new_zeros(x.shape[0], made.shape[0]).scatter(1, chosen, weights)
-        out: Tensor = (made * share.t()[..., None]).sum(0)
-        return out.to(x.dtype)
+        inner = self.inner(x)
+        asked = torch.zeros(inner.shape[:2], dtype=torch.bool, device=x.device).scatter(1, chosen, True)
+        return self.joined(*by_share(inner.masked_fill(~asked[..., None], 0.0), weights, chosen))
 
 
 class GatedExperts(_Experts):
@@ -170,9 +208,14 @@ class GatedExperts(_Experts):
         inner = self.act(F.linear(x, self.gate_proj[expert])) * F.linear(x, self.up_proj[expert])
         return F.linear(inner, self.down_proj[expert])
 
-    def every(self, x: Tensor) -> Tensor:
-        gate, up = (torch.matmul(x, weight.transpose(1, 2)) for weight in (self.gate_proj, self.up_proj))
-        return torch.matmul(self.act(gate) * up, self.down_proj.transpose(1, 2))
+    def inner(self, x: Tensor) -> Tensor:
+        gate, up = (F.linear(x, weight.flatten(0, 1)) for weight in (self.gate_proj, self.up_proj))
+        hidden: Tensor = self.act(gate) * up
+        hidden = hidden.unflatten(-1, self.gate_proj.shape[:2])
+        return hidden
+
+    def joined(self, inner: Tensor, share: Tensor) -> Tensor:
+        return down_of_all(inner, self.down_proj)
 
 
 class ClampedSwiGLU(nn.Module):
@@ -213,10 +256,12 @@ class StackedExperts(_Experts):
         hidden = self.act(torch.addmm(self.gate_up_proj_bias[expert], x, self.gate_up_proj[expert]))
         return torch.addmm(self.down_proj_bias[expert], hidden, self.down_proj[expert])
 
-    def every(self, x: Tensor) -> Tensor:
-        hidden = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
-        made: Tensor = hidden @ self.down_proj + self.down_proj_bias[:, None]
-        return made
+    def inner(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
+        return hidden.transpose(0, 1)
+
+    def joined(self, inner: Tensor, share: Tensor) -> Tensor:
+        return torch.addmm(share @ self.down_proj_bias, inner.flatten(1), self.down_proj.flatten(0, 1))
 
 
 class MixtureOfExperts(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_packed_documents_are_as_separate_ones():
     """transformers' own plain code lets a document read the one before it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDERS / "qwen3_next", dtype=torch.float32).eval()
     ids, borders = tokens(30)[:1], [0, 11, 12, 30]
-    parts = list(zip(borders, borders[1:], strict=False))
+    parts = list(itertools.pairwise(borders))
     with accelerate(model):
         alone = torch.cat([model(ids[:, a:b], use_cache=False).logits for a, b in parts], 1)
         places = torch.cat([torch.arange(b - a) for a, b in parts])[None]

@@ -67,26 +67,28 @@ struct Reader;
 template <>
 struct Reader<float, Float32> {
   static REGARD_INLINE vf words(const float *p) { return load(p); }
+  static REGARD_INLINE vf words(const float *p, long elements) { return load_some(p, elements); }
 };
 template <>
 struct Reader<bf16, Float32> {
   static REGARD_INLINE vf words(const bf16 *p) { return from_bf16(*(const vh_any *)p); }
+  static REGARD_INLINE vf words(const bf16 *p, long elements) { return from_bf16(load_some(p, elements)); }
 };
 #if defined(__AVX512BF16__)
 template <>
 struct Reader<bf16, Bfloat16> {
   static REGARD_INLINE vf words(const bf16 *p) { return load(p); }
+  static REGARD_INLINE vf words(const bf16 *p, long elements) {
+    return (vf)_mm512_maskz_loadu_epi16((__mmask32)((1ull << elements) - 1), p);
+  }
 };
 #endif
 
 // The same where only `elements` of them exist; the others are 0.
 template <class In, class Op>
 REGARD_INLINE vf read_words(const In *p, long elements) {
-  constexpr long full = kLanes * Op::per_word;
-  if (elements >= full) return Reader<In, Op>::words(p);
-  In padded[full] = {};
-  for (long i = 0; i < elements; ++i) padded[i] = p[i];
-  return Reader<In, Op>::words(padded);
+  if (elements >= kLanes * Op::per_word) return Reader<In, Op>::words(p);
+  return Reader<In, Op>::words(p, elements);
 }
 
 REGARD_INLINE void fetch(const void *row, long bytes) {

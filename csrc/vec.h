@@ -79,6 +79,52 @@ REGARD_INLINE bf16 to_bf16(float x) {
   return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// The first `count` lanes alone, all of them where there are more: reading leaves zeros in the others.
+REGARD_INLINE vf load_some(const float *p, long count) {
+  if (count >= kLanes) return load(p);
+#if defined(__AVX512F__)
+  return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), p);
+#else
+  float t[kLanes] = {};
+  for (long i = 0; i < count; ++i) t[i] = p[i];
+  return load(t);
+#endif
+}
+REGARD_INLINE vh load_some(const bf16 *p, long count) {
+  if (count >= kLanes) return *(const vh_any *)p;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  return (vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), p);
+#else
+  bf16 t[kLanes] = {};
+  for (long i = 0; i < count; ++i) t[i] = p[i];
+  return *(const vh_any *)t;
+#endif
+}
+REGARD_INLINE void store_some(float *p, vf x, long count) {
+  if (count >= kLanes) return store(p, x);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, (__mmask16)((1u << count) - 1), (__m512)x);
+#else
+  float t[kLanes];
+  store(t, x);
+  for (long i = 0; i < count; ++i) p[i] = t[i];
+#endif
+}
+REGARD_INLINE void store_some(bf16 *p, vf x, long count) {
+  vh_any halves = to_bf16(x);
+  if (count >= kLanes) {
+    *(vh_any *)p = halves;
+    return;
+  }
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << count) - 1), (__m256i)halves);
+#else
+  bf16 t[kLanes];
+  *(vh_any *)t = halves;
+  for (long i = 0; i < count; ++i) p[i] = t[i];
+#endif
+}
+
 REGARD_INLINE vf vmax(vf a, vf b) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);

@@ -69,6 +69,7 @@ class _Memo:
 
     def __init__(self) -> None:
         self.last: _Angles | None = None
+        self.frequencies: Tensor | None = None
 
     def __deepcopy__(self, memo: object) -> _Memo:
         return _Memo()
@@ -158,13 +159,17 @@ class Rotary:
         if not plain:
             return self._form(positions, dtype)
         with torch.inference_mode(False):  # what is kept must also serve a later call that records gradients
-            cos, sin = self._form(positions, dtype)
+            known, exact = self._memo.frequencies, wide(positions.device)
+            if known is None or known.device != positions.device:
+                known = self._memo.frequencies = self.frequencies(exact, positions.device)
+            cos, sin = self._form(positions, dtype, known)
             object.__setattr__(self._memo, "last", self._entry(positions, dtype, cos, sin))
         return cos, sin
 
-    def _form(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _form(self, positions: Tensor, dtype: torch.dtype, frequencies: Tensor | None = None) -> tuple[Tensor, Tensor]:
         exact = wide(positions.device)
-        angle = positions.to(exact).unsqueeze(-1) * self.frequencies(exact, positions.device)
+        frequencies = self.frequencies(exact, positions.device) if frequencies is None else frequencies
+        angle = positions.to(exact).unsqueeze(-1) * frequencies
         cos, sin = (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
         both = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return (both[0].unsqueeze(1), both[1].unsqueeze(1)) if positions.dim() == 2 else both

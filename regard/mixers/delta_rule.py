@@ -89,5 +89,6 @@ class DeltaRuleLayer(RecurrentLayer):
         return q, k, split_heads(v, self.heads), tail
 
     def _transition(self, x: Tensor) -> Delta:
-        beta = self.beta_max * torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))
+        beta = torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))
+        beta = beta if self.beta_max == 1.0 else self.beta_max * beta
         return Delta(beta.transpose(1, 2), self.log_decay(x))

@@ -46,8 +46,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype and not self.unit_offset and x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, (x.shape[-1],), 1.0 + self.weight if self.unit_offset else self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = F.rms_norm(wide, (x.shape[-1],), eps=self.eps)
         if self.unit_offset:
@@ -89,8 +89,11 @@ class GatedRMSNorm(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         gate = (F.silu if self.gate == "silu" else torch.sigmoid)(z.to(wide))
         mixed = x.to(wide) * gate if self.gate_first else x.to(wide)
-        parts = mixed.unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(parts, (parts.shape[-1],), eps=self.eps).flatten(-2) * self.weight.to(wide)
+        if self.groups == 1:
+            normed = F.rms_norm(mixed, (mixed.shape[-1],), self.weight.to(wide), self.eps)
+        else:
+            parts = mixed.unflatten(-1, (self.groups, -1))
+            normed = F.rms_norm(parts, (parts.shape[-1],), eps=self.eps).flatten(-2) * self.weight.to(wide)
         return (normed if self.gate_first else normed * gate).to(z.dtype)
 
     def extra_repr(self) -> str:

@@ -25,6 +25,7 @@ from regard.models import (
     generate,
     load,
 )
+from regard.models.presets import skeleton
 from regard.nn import (
     GatedDeltaNet,
     KimiDeltaAttention,
@@ -166,6 +167,7 @@ def test_a_correction_stays_float32_in_a_bfloat16_model(family, tmp_path):
 
 def changed(folder, tmp_path, **options):
     """A copy of a checkpoint with other options; None takes one away."""
+    tmp_path.mkdir(exist_ok=True)
     config = json.loads((HERE / folder / "config.json").read_text()) | options
     config = {name: value for name, value in config.items() if value is not None or name not in options}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -326,3 +328,42 @@ def test_decays_that_follow_from_the_options(tmp_path):
     assert set(written) == set(stored) and all(torch.equal(written[name], stored[name]) for name in stored)
     with pytest.raises(CheckpointError, match=r"not as the options say: model\.layers\.1\.self_attn\.slope_rate"):
         load(retold("minimax", tmp_path, wrong))
+
+
+def test_sizes_that_no_tensor_can_fill_cost_nothing(tmp_path):
+    """Rotary frequencies and decays between blocks would be gigabytes."""
+    with pytest.raises(CheckpointError, match="qk_rope_head_dim=2147483648 is not supported; accepted: at most"):
+        load(changed("deepseek_v3", tmp_path / "rope", qk_rope_head_dim=2**31))
+    with pytest.raises(CheckpointError, match=r"not as the options say: .*diagonal_decay"):
+        load(changed("minimax", tmp_path / "block", block_size=60000))
+
+
+@pytest.mark.parametrize(("family", "options"), [("deepseek_v3", {"is_causal": False}), ("jamba", {"use_rope": False})])
+def test_what_is_always_on_may_not_be_switched_off(family, options, tmp_path):
+    with pytest.raises(CheckpointError, match=f"unknown option {next(iter(options))}=False"):
+        load(changed(family, tmp_path, **options))
+
+
+@torch.no_grad()
+def test_null_is_false_where_code_asks_for_truth(tmp_path):
+    ids = torch.arange(3, 20)[None]
+    off = load(changed("deepseek_v3", tmp_path / "off", norm_topk_prob=False, rope_interleave=False))(ids)
+    folder = changed("deepseek_v3", tmp_path / "null")
+    config = json.loads((folder / "config.json").read_text()) | {"norm_topk_prob": None, "rope_interleave": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    null = load(folder)(ids)
+    assert torch.equal(off, null) and not torch.allclose(load(HERE / "deepseek_v3")(ids), null)
+
+
+@pytest.mark.parametrize("family", ["mistral", "minimax", "jamba"])
+def test_key_heads_that_a_file_does_not_state(family):
+    """The family's own 8, not one for every query head."""
+    model = skeleton({"model_type": family}, "bare")
+    heads = [layer.mixer.kv_heads for layer in model.layers if isinstance(layer.mixer, MultiHeadAttention)]
+    assert heads and set(heads) == {8}
+
+
+@pytest.mark.parametrize(("family", "size"), [("qwen3_next", 256), ("gemma2", 256), ("gpt_oss", 64)])
+def test_sizes_of_heads_that_a_file_does_not_state(family, size):
+    model = skeleton({"model_type": family}, "bare")
+    assert {layer.mixer.head_dim for layer in model.layers if isinstance(layer.mixer, MultiHeadAttention)} == {size}

@@ -51,6 +51,8 @@ def run(request: Request) -> None:
     import torch
 
     from regard.analysis import Setting, estimate
+    from regard.errors import CheckpointError
+    from regard.models.config import naming
 
     for option, value in (("--context", request.context), ("--batch", request.batch)):
         if not 1 <= value <= MOST:
@@ -60,9 +62,12 @@ def run(request: Request) -> None:
     if request.plot is not None and request.plot.suffix != ".svg":
         raise ValueError(f"--plot: accepted is a file whose name ends in .svg, got {str(request.plot)!r}")
     subject = _subject(request.model)
-    found = estimate(
-        subject.model, Setting(request.context, request.batch, getattr(torch, request.dtype), request.cache_bits)
-    )
+    setting = Setting(request.context, request.batch, getattr(torch, request.dtype), request.cache_bits)
+    try:
+        with naming(request.model):
+            found = estimate(subject.model, setting)
+    except CheckpointError as error:  # options that are fine one by one, and together overflow
+        raise ValueError(f"MODEL: {error}") from None
     if request.plot is not None:
         request.plot.write_text(_picture(found), encoding="utf-8")
     if request.as_json:

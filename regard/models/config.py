@@ -78,8 +78,30 @@ INERT = frozenset(
 )
 
 
+# What is on in every model unless an option of this name says no: for those, ``false`` is not "switched off".
+ALWAYS_ON = frozenset({"is_causal", "scale_attn_weights", "use_rope", "use_rotary_embedding"})
+
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which models compute
-_MOST = 2**53  # a size or a distance between tokens with which the arithmetic stays exact
+_MOST = 2**53  # a distance between tokens with which the arithmetic stays exact
+SIZE = "any other size"  # in the bounds of counts: for those that no name bounds
+# Counts that are no size of a tensor: distances between tokens, every how many layers something comes, and choices.
+UNSIZED = frozenset(
+    {
+        "attention_window_size",
+        "block_size",
+        "decoder_sparse_step",
+        "full_attention_interval",
+        "layer_group_size",
+        "max_position_embeddings",
+        "n_group",
+        "num_expert_group",
+        "num_experts_per_tok",
+        "original_max_position_embeddings",
+        "pretraining_tp",
+        "sliding_window",
+        "topk_group",
+    }
+)
 
 
 @contextmanager
@@ -102,6 +124,13 @@ def _is_finite(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) <= _LARGEST
+
+
+def _is_off(name: str, value: object) -> bool:
+    """Whether an option that nobody knows changes nothing with this value: there is nothing, or it is switched off."""
+    if name in ALWAYS_ON:
+        return value in (None, True)
+    return value in (None, False, [], {}, "")
 
 
 class Config:
@@ -157,8 +186,9 @@ class Config:
             raise self.error(name, value, "a positive integer")
         if value > _MOST:
             raise self.error(name, value, f"at most {_MOST}")
-        if value > self.most.get(name, value):
-            raise self.error(name, value, f"at most {self.most[name]}, the most that there is room for")
+        room = self.most.get(name, _MOST if name in UNSIZED else self.most.get(SIZE, _MOST))
+        if value > room:
+            raise self.error(name, value, f"at most {room}, the most that there is room for")
         return value
 
     def number(self, name: str, default: float, *, least: float = -math.inf) -> float:
@@ -185,8 +215,9 @@ class Config:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean; ``null`` counts as absent."""
-        value = self._or_default(name, default)
+        """A boolean; ``null`` counts as false: that is how code takes it which asks ``if config.name``."""
+        value = self.get(name, default)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise self.error(name, value, "true or false")
         return value
@@ -221,7 +252,7 @@ class Config:
     def close(self, inert: Iterable[str] = ()) -> None:
         """Refuses the options that nobody has read."""
         known = self._read | INERT | set(inert)
-        unknown = {k: v for k, v in self.values.items() if k not in known and v not in (None, False, [], {}, "")}
+        unknown = {k: v for k, v in self.values.items() if k not in known and not _is_off(k, v)}
         if unknown:
             names = ", ".join(f"{k}={v!r}" for k, v in sorted(unknown.items()))
             plural, it = ("s", "they change") if len(unknown) > 1 else ("", "it changes")

@@ -181,11 +181,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor that follows from the options, and is no parameter: one that is read must be as ``make()`` says; it is
-    written all the same, for other software reads it.
+    """A tensor that follows from the options, and is no parameter: one that is read must be of `shape` and as
+    ``make()`` says; it is written all the same, for other software reads it.
     """
 
     stored: str
+    shape: tuple[int, ...]
     make: Callable[[], Tensor]
 
 

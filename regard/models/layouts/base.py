@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from regard.models.config import Config, naming
+from regard.models.config import SIZE, Config, naming
 from regard.models.model import Model
 from regard.models.tables import Derived, Ignored, Row
 
@@ -94,6 +94,7 @@ def bounds(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         "num_hidden_layers": len(shapes),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), max(len(shapes), widest)),
         **dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), widest),
+        SIZE: max(widest, 2**16),  # some may belong to parts that this file is without
     }
 
 

@@ -54,8 +54,8 @@ def read_shape(
         width,
         c.count("num_hidden_layers", layers),
         count,
-        count if own_kv is None else c.count("num_key_value_heads", count),
-        width // count if own_head_dim is None else c.count("head_dim", 1),
+        count if own_kv is None else c.count("num_key_value_heads", own_kv),
+        width // count if own_head_dim is None else c.count("head_dim", own_head_dim),
     )
     if shape.heads % shape.kv_heads:
         raise c.error("num_key_value_heads", shape.kv_heads, f"a divisor of num_attention_heads={shape.heads}")

@@ -72,7 +72,12 @@ class _Lightning:
     def derived(self, block: int) -> list[Derived]:
         """The decays over blocks of tokens that other software keeps beside the weights."""
         name = STORED.replace("{i}", str(self.number))
-        return [Derived(f"{name}.{kind}", partial(self.decays, kind, block)) for kind in DECAYS]
+        heads = self.shape.heads
+        shapes = (heads, 1, 1), (heads, block, 1), (heads, block, 1), (1, heads, block, block)
+        return [
+            Derived(f"{name}.{kind}", shape, partial(self.decays, kind, block))
+            for kind, shape in zip(DECAYS, shapes, strict=True)
+        ]
 
     def decays(self, kind: str, block: int) -> Tensor:
         """One of `DECAYS`, float32: between a block's start or end and its tokens, and between its tokens."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from regard.models.config import SIZE
 from regard.models.layouts import Layout, layout_of
 from regard.models.model import Model, Origin
 
@@ -16,8 +17,10 @@ __all__ = ["MOST", "Preset", "skeleton"]
 MOST = {
     "num_hidden_layers": 4096,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4096),
+    SIZE: 2**24,
 }
-"""Bounds on what options may state where no file's tensors bound them: every layer and expert is built."""
+"""Bounds on what options may state where no file's tensors bound them: every layer and expert is built, and rotary
+frequencies are formed."""
 
 
 @dataclass(frozen=True)

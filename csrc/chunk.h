@@ -39,10 +39,14 @@ REGARD_INLINE void multiply(float *c, long c_row, const float *a, long a_row, lo
 }
 
 // The same with B and C in panels; rows of C below `lower` are cut at their own number (A is lower triangular).
-template <Start start>
+// `between` is called after every tile.
+struct Nothing {
+  REGARD_INLINE void operator()() const {}
+};
+template <Start start, class Between = Nothing>
 REGARD_INLINE void multiply_panels(const Panels &c, long c_first, const float *a, long a_row, long a_step,
                                    const Panels &b, long words, long rows, long columns,
-                                   const float *factor = nullptr, bool lower = false) {
+                                   const float *factor = nullptr, bool lower = false, Between &&between = {}) {
   long groups = group_count(rows);
   for (long column = 0; column < columns; column += kPanel) {
     long width = columns - column < kPanel ? columns - column : kPanel;
@@ -52,6 +56,7 @@ REGARD_INLINE void multiply_panels(const Panels &c, long c_first, const float *a
                                lower && end < words ? end : words, c.panel(column) + (c_first + r) * kPanel, kPanel,
                                factor ? factor + r : nullptr, 0},
                               (int)(end - r), (int)((width + kUnit - 1) / kUnit));
+      between();
     }
   }
 }
@@ -257,8 +262,9 @@ REGARD_INLINE void pair_products(const Sizes &z, Chunk &c, float *columns) {
   long first = z.delta ? 0 : z.size;  // without a correction, keys meet queries only
   int units = (int)((c.n + kUnit - 1) / kUnit);
   for (long half = first; half <= z.size; half += z.size)
-    multiply<kZero>(c.pairs + half * z.size, z.size, c.rows + half * z.wide, z.wide, 1, columns, z.size, z.k_dim, c.n,
-                    units * kUnit);
+    for (long i = 0; i < c.n; i += kUnit)  // sixteen rows and the columns up to their own
+      multiply<kZero>(c.pairs + (half + i) * z.size, z.size, c.rows + (half + i) * z.wide, z.wide, 1, columns, z.size,
+                      z.k_dim, c.n - i < kUnit ? c.n - i : kUnit, i + kUnit);
   for (long half = first; half <= z.size; half += z.size)
     for (long i = 0; i < units * kUnit; ++i) {
       float *row = c.pairs + (half + i) * z.size;
@@ -369,16 +375,30 @@ REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, l
 }
 REGARD_INLINE long chunk_scratch(const Sizes &z) { return z.wide * 2 * kChunk + (z.wide + 2 * kUnit) * kUnit; }
 
-// Asks for the rows that the next chunk will read.
+// Asks for the rows that the next chunk will read, and for those that this one will write, some at a time: a core can
+// wait for a few lines of memory without stopping.
 template <class In>
-REGARD_INLINE void fetch_chunk(const Sizes &z, const Head<In> &head, long first, long n) {
-  for (long i = first; i < first + n; ++i) {
+struct Ahead {
+  const Sizes &z;
+  const Head<In> &head;
+  const char *out;    // the first row to write, or null; rows are out_step bytes apart
+  long out_step, out_bytes;
+  long read, last;    // the rows to read: the next one, and where they end
+  long wrote, writes;
+
+  REGARD_INLINE void some() {
+    if (wrote < writes) {
+      for (long at = 0; at < out_bytes; at += 64) __builtin_prefetch(out + wrote * out_step + at, 1, 3);
+      ++wrote;
+    }
+    if (read >= last) return;
+    long i = read++;
     fetch(head.k + i * head.k_step, z.k_dim * sizeof(In));
     fetch(head.q + i * head.q_step, z.k_dim * sizeof(In));
     fetch(head.v + i * head.v_step, z.v_dim * sizeof(In));
     if (z.channel) fetch(head.log_decay + i * head.decay_step, z.k_dim * sizeof(float));
   }
-}
+};
 
 // U, from what (F k) S is (rows 0 ... of `read`, up to a multiple of 16).
 template <class In>
@@ -391,8 +411,9 @@ REGARD_INLINE void correct(const Sizes &z, Chunk &c, const Head<In> &head, long 
 }
 
 // S <- F_n S + (E k)^T U
-REGARD_INLINE void carry(const Sizes &z, const Chunk &c, const Panels &state) {
-  multiply_panels<kScaled>(state, 0, c.ending, 1, z.wide, c.update, c.n, z.k_dim, z.v_dim, c.total);
+template <class Between = Nothing>
+REGARD_INLINE void carry(const Sizes &z, const Chunk &c, const Panels &state, Between &&between = {}) {
+  multiply_panels<kScaled>(state, 0, c.ending, 1, z.wide, c.update, c.n, z.k_dim, z.v_dim, c.total, false, between);
 }
 
 // ---- states ----------------------------------------------------------------------------------------------------------

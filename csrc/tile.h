@@ -112,11 +112,8 @@ void product_rows(const Product &p, int rows) {
 
 constexpr int kTileUnits = kTileVectors / kUnitVectors;
 
-// rows <= 6, units <= 4 (columns / 16).
 template <class Op, Start start>
-void product(Product p, int rows, int units) {
-  for (; units > kTileUnits; units -= kTileUnits, p.b += kTileUnits * kUnit, p.c += kTileUnits * kUnit)
-    product_rows<Op, kTileVectors, start>(p, rows);
+REGARD_INLINE void product_units(const Product &p, int rows, int units) {
   if constexpr (kTileUnits > 1) {
     if (units == 1) return product_rows<Op, kUnitVectors, start>(p, rows);
     if (units == 2) return product_rows<Op, 2 * kUnitVectors, start>(p, rows);
@@ -125,8 +122,20 @@ void product(Product p, int rows, int units) {
   product_rows<Op, kTileVectors, start>(p, rows);
 }
 
-// n rows in near-equal groups of at most six: where group g begins.
+// rows <= 6, units <= 4 (columns / 16). By reference: a copy would read at once what was just written in parts.
+template <class Op, Start start>
+void product(const Product &p, int rows, int units) {
+  if (units <= kTileUnits) return product_units<Op, start>(p, rows, units);
+  Product part = p;
+  for (; units > 0; units -= kTileUnits, part.b += kTileUnits * kUnit, part.c += kTileUnits * kUnit)
+    product_units<Op, start>(part, rows, units < kTileUnits ? units : kTileUnits);
+}
+
+// n rows in near-equal groups of at most six, larger ones first: where group g begins.
 REGARD_INLINE long group_count(long n) { return (n + kTileRows - 1) / kTileRows; }
-REGARD_INLINE long group_begin(long n, long groups, long g) { return n * g / groups; }
+REGARD_INLINE long group_begin(long n, long groups, long g) {
+  long size = n / groups, larger = n % groups;
+  return g * size + (g < larger ? g : larger);
+}
 
 }  // namespace

@@ -4,8 +4,8 @@
 
 The expanded form makes per-head keys and values from the latents again at each step, as transformers does; where these
 do not fit in the machine's free memory the row says so. Hybrids are the tiny models of tests/checkpoints: a prefill of
-2,048 tokens, and 32 single steps behind it. What is compared takes turns in one process; a ratio is the peer's time over
-regard's (above 1: regard is faster).
+2,048 tokens, and 32 single steps behind it. What is compared takes turns in one process; a ratio is the peer's time
+over regard's (above 1: regard is faster).
 """
 
 from __future__ import annotations

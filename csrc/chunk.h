@@ -147,6 +147,9 @@ struct Head {
     q_step = x.q_stride[2], k_step = x.k_stride[2], v_step = x.v_stride[2];
     beta_step = x.beta_stride[2], decay_step = x.decay_stride[2];
   }
+
+  // Whether a segment opens at one of n tokens.
+  REGARD_INLINE bool opens(long first, long n) const { return starts && memchr(starts + first, 1, n); }
 };
 
 // e^x for x <= 0 to the last bit or so, exactly 1 at 0: decays compound over thousands of tokens. 0 at -inf, NaN at NaN.

@@ -181,3 +181,57 @@ def test_the_state_after_no_tokens_is_a_copy(backend: str) -> None:
     _, end = regard.scan(x, x, state=hidden, backend=backend)
     for new, old in ((last, state), (end, hidden)):
         assert torch.equal(new, old) and new.data_ptr() != old.data_ptr()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("kind", ["scalar", "channel", "delta", "channel delta"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_reaches_no_earlier_token_and_no_other_document(
+    backend: str, kind: str, value: float
+) -> None:
+    """Each alone: bits for the tokens before, rounding for the documents behind."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 2, 90, 9), torch.rand(2, 2, 90, 9) / 3, torch.randn(2, 2, 90, 20)
+    beta, decay = torch.rand(2, 2, 90), -torch.rand(2, 2, 90, 9) if "channel" in kind else -torch.rand(2, 2, 90)
+    ids = torch.tensor([0] * 41 + [1] * 3 + [2] * 46).expand(2, -1)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+        transition = regard.Delta(beta, decay) if "delta" in kind else regard.Decay(decay)
+        return regard.recurrence(q, k, v, transition, segments=segments, backend=_able(backend))[0]
+
+    for name in "qkv":
+        for place in (0, 37, 42):
+            given = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
+            given[name][0, 1, place, 3] = value
+            got, want = run(**given, segments=None), run(q, k, v, None)
+            assert torch.equal(got[:, :, :place], want[:, :, :place]), name
+            assert not got[0, 1, place].isfinite().all()
+            got, want = run(**given, segments=ids), run(q, k, v, ids)
+            others = ids[0] != ids[0, place]
+            torch.testing.assert_close(got[:, :, others], want[:, :, others])
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_step_that_opens_a_segment_reads_nothing_of_a_state_that_is_not_finite(backend: str) -> None:
+    q, state = torch.randn(1, 2, 1, 8), torch.full((1, 2, 8, 8), float("nan"))
+    transition, ids = regard.Delta(torch.ones(1, 2, 1), -torch.ones(1, 2, 1)), torch.tensor([[0, 1]])
+    both = torch.cat([q, q], 2)
+    twice = regard.Delta(torch.ones(1, 2, 2), -torch.ones(1, 2, 2))
+    out, last = regard.recurrence(both, both, both, twice, state=state, segments=ids, backend=_able(backend))
+    want, end = regard.recurrence(q, q, q, transition, backend=_able(backend))
+    torch.testing.assert_close(out[:, :, 1:], want)
+    torch.testing.assert_close(last, end)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_scans_carry_nothing_that_is_not_finite_into_the_next_document(backend: str) -> None:
+    torch.manual_seed(0)
+    x, log_a, ids = torch.randn(1, 12, 20), -torch.rand(1, 12, 20), torch.tensor([[0] * 5 + [1] * 7])
+    x[0, 2, 3] = float("nan")
+    y, last = regard.scan(log_a, x, segments=ids, backend=_able(backend))
+    want, end = regard.scan(log_a[:, 5:], x[:, 5:], backend=_able(backend))
+    assert torch.equal(y[:, 5:], want) and torch.equal(last, end)
+    dt, A, B = torch.rand(1, 12, 20), -torch.rand(20, 4), torch.randn(1, 12, 4)
+    y, last = regard.selective_scan(x, dt, A, B, B, segments=ids, backend=_able(backend))
+    want, end = regard.selective_scan(x[:, 5:], dt[:, 5:], A, B[:, 5:], B[:, 5:], backend=_able(backend))
+    assert torch.equal(y[:, 5:], want) and torch.equal(last, end)

@@ -118,12 +118,14 @@ def _load() -> tuple[Any, str | None]:
     except OSError as error:
         return None, f"the kernels could not be loaded: {error}"
     library.regard_isa.restype = ctypes.c_char_p
-    library.regard_large_pages.restype = None
     library.regard_error.restype = ctypes.c_char_p
     library.regard_struct_size.restype = ctypes.c_int64
     for which, size in enumerate((CALL.size + OPTIONS.size, GRAD.size, *(record.size for record in _RECORDS))):
         if library.regard_struct_size(which) != size:
             return None, f"the kernels in {path} were built from other sources: install the package again"
+    if not hasattr(library, "regard_large_pages"):
+        return None, f"the kernels in {path} were built from other sources: install the package again"
+    library.regard_large_pages.restype = None
     if library.regard_isa() is None:
         return None, f"REGARD_ISA={os.environ.get('REGARD_ISA')!r} names no instruction set"
     return library, None

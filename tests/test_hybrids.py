@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from regard.errors import CacheError, CacheFull, CheckpointError
 from regard.masks import Causal
+from regard.mixers.parts import ShortConv
+from regard.mixers.recurrent import Stream
 from regard.models import (
     Decoder,
     Embedding,
@@ -163,6 +165,44 @@ def test_a_correction_stays_float32_in_a_bfloat16_model(family, tmp_path):
     assert again.layers[-1].ff.router.correction.dtype == torch.float32
     for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kept"),
+    [
+        ("bailing_hybrid", torch.bfloat16, {"mixer.A_log", "mixer.dt_bias", "mixer.conv.weight"}),
+        ("bailing_hybrid", torch.float16, {"mixer.A_log", "mixer.dt_bias", "mixer.conv.weight"}),
+        ("bailing_hybrid", WIDE, set()),
+        ("gpt_oss", torch.float16, {"mixer_norm.weight", "ff_norm.weight", "norm.weight"}),
+        ("gpt_oss", torch.bfloat16, set()),
+        ("kimi_linear", torch.bfloat16, set()),
+    ],
+)
+@torch.no_grad()
+def test_parameters_that_a_family_keeps_in_float32(family, dtype, kept, tmp_path):
+    model, exact = load(HERE / family, dtype=dtype), load(HERE / family, dtype=torch.float32).state_dict()
+    names = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert {n.split(".", 2)[-1] if n.startswith("layers.") else n for n in names} == kept
+    assert all(torch.equal(model.get_parameter(n), exact[n]) for n in names)  # never rounded on the way
+    assert {p.dtype for n, p in model.named_parameters() if n not in names} == {dtype}
+    assert model(torch.tensor([[1, 5, 9]])).isfinite().all()
+    model.save(tmp_path)
+    for again in (load(tmp_path).state_dict(), load(tmp_path, dtype=dtype).state_dict()):
+        for name, tensor in model.state_dict().items():
+            assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
+
+
+@torch.no_grad()
+def test_a_wider_convolution_rounds_once():
+    conv = ShortConv(6, 3).float()
+    x = torch.randn(2, 9, 6, dtype=torch.bfloat16)
+    padded = torch.nn.functional.pad(x.float().mT, (2, 0))
+    exact = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, conv.weight[:, None], groups=6).mT)
+    y, tail = conv(Stream(x, torch.arange(9).expand(2, -1)), x, None)
+    assert y.dtype == torch.bfloat16 and tail.dtype == torch.float32
+    assert torch.equal(tail, x[:, -2:].float())
+    gap = (y.float() - exact).abs() / exact.abs()
+    assert gap.max() <= 2**-8  # half of a unit in the last place
 
 
 def changed(folder, tmp_path, **options):

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def load(
     tensor that the family's layout does not know is an error, unless the layout lists it with a reason.
 
     Args:
-        dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF).
+        dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF). The few that a family keeps
+            in float32 beside float16 or bfloat16 (rates of decay, corrections of experts' scores) stay so.
         device: where the parameters go; default the CPU. A tensor that needs no conversion stays mapped from its file.
         progress: called with the number of tensors read and their total.
 
@@ -185,15 +187,16 @@ def _fill(
         model = plan.make()
     model.origin = origin
     names = _check(plan, model, origin.layout, source)
+    dtypes = partial(_dtype_of, model, origin.layout, dtype)
     for done, row in enumerate(plan.rows):
         name = names.get(row.stored, row.stored)
         copied = any(own != whole_name(own) for own in row.own)
         tensor = source.read_once(name) if copied else source.read(name)
         for own, part in zip(row.own, row.reshape.split(tensor), strict=True):
             if copied:
-                part_of(_storage(model, whole_name(own), dtype, device), own).copy_(part)
+                part_of(_storage(model, whole_name(own), dtypes, device), own).copy_(part)
                 continue
-            placed = part.to(device=device, dtype=_dtype_of(model, own, dtype))
+            placed = part.to(device=device, dtype=dtypes(own))
             mapped = source.mapped and placed.data_ptr() == part.data_ptr()
             _place(model, own, placed if mapped else _laid_out(placed))
         if progress is not None:
@@ -201,17 +204,21 @@ def _fill(
     return model.eval()
 
 
-def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """A buffer, which nobody trains by gradients, decides something by its size: it stays in at least float32."""
+def _dtype_of(model: nn.Module, layout: Layout, dtype: torch.dtype, name: str) -> torch.dtype:
+    """The dtype of one tensor: at least float32 for those that the family keeps so, and for every buffer.
+
+    A buffer, which nobody trains by gradients, decides something by its size.
+    """
     parent, _, leaf = name.rpartition(".")
-    return torch.promote_types(dtype, torch.float32) if leaf in model.get_submodule(parent)._buffers else dtype
+    buffer = leaf in model.get_submodule(parent)._buffers
+    return torch.promote_types(dtype, torch.float32) if buffer else layout.dtype_of(name, dtype)
 
 
-def _storage(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _storage(model: nn.Module, name: str, dtypes: Callable[[str], torch.dtype], device: torch.device) -> Tensor:
     """The memory of a parameter that is filled part by part."""
     tensor = model.get_parameter(name)
     if tensor.is_meta:
-        _place(model, name, torch.empty(tensor.shape, dtype=dtype, device=device))
+        _place(model, name, torch.empty(tensor.shape, dtype=dtypes(name), device=device))
     return model.get_parameter(name).data
 
 

@@ -71,4 +71,5 @@ BAILING_HYBRID = Layout(
     ignored=(Ignored("model.layers.42.*", SEVERAL),),
     synonyms=SYNONYMS | {"num_mtp_layers": "num_nextn_predict_layers"},
     inert=frozenset({"model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "qk_head_dim"}),
+    wide=("*.mixer.A_log", "*.mixer.dt_bias", "*.mixer.conv.weight"),
 )

@@ -444,6 +444,9 @@ class _Two(regard.nn.Mamba):
         ({"batch": -1}, ValueError, "batch"),
         ({"dtype": torch.int8}, TypeError, "dtype"),
         ({"cache_bits": 0}, ValueError, "cache_bits"),
+        ({"cache_bits": 1e-300}, ValueError, "cache_bits: expected a number from 0.01 to 64"),
+        ({"cache_bits": 65}, ValueError, "cache_bits"),
+        ({"cache_bits": "6"}, TypeError, "cache_bits"),
         ({"cache_bits": float("nan")}, ValueError, "cache_bits"),
     ],
 )

@@ -51,14 +51,15 @@ def run(request: Request) -> None:
     import torch
 
     from regard.analysis import Setting, estimate
+    from regard.analysis.arrangements import BITS
     from regard.errors import CheckpointError
     from regard.models.config import naming
 
     for option, value in (("--context", request.context), ("--batch", request.batch)):
         if not 1 <= value <= MOST:
             raise ValueError(f"{option} must be a whole number from 1 to {MOST:,}, got {value}")
-    if request.cache_bits is not None and not 0 < request.cache_bits <= 64:
-        raise ValueError(f"--cache-bits must be a number above 0 and at most 64, got {request.cache_bits:g}")
+    if request.cache_bits is not None and not BITS[0] <= request.cache_bits <= BITS[1]:
+        raise ValueError(f"--cache-bits must be a number from {BITS[0]} to {BITS[1]}, got {request.cache_bits:g}")
     if request.plot is not None and request.plot.suffix != ".svg":
         raise ValueError(f"--plot: accepted is a file whose name ends in .svg, got {str(request.plot)!r}")
     subject = _subject(request.model)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard.caches import StateCache
 from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
 from regard.masks import Mask
-from regard.masks.checks import describe, whole
+from regard.masks.checks import describe, is_factory, whole
 from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
@@ -85,6 +85,7 @@ class _Kernel(nn.Module):
         if eps is not None and not SMALLEST <= eps < float("inf"):
             raise ValueError(f"eps: expected a number >= {SMALLEST:.3g}, or None for no division, got {eps}")
         self.eps = eps
+        is_factory("feature_map", feature_map)
         self.feature_map = feature_map(self.key_heads, self.key_dim)
         if not isinstance(self.feature_map, FeatureMap):
             raise TypeError(f"feature_map: expected a factory of a FeatureMap, got one of {describe(self.feature_map)}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.biases import RelativeBuckets
 from regard.caches import Held
 from regard.masks import KeyPadding, Mask, Segments, as_mask
-from regard.masks.checks import whole
+from regard.masks.checks import is_factory, whole
 from regard.mixers.recurrent import Stream
 
 __all__ = [
@@ -203,6 +203,8 @@ class Projections:
             raise ValueError(f"clip: expected a number > 0 or None, got {self.clip}")
         if self.context_dim is not None:
             whole("context_dim", self.context_dim, 1)
+        if self.norm is not None:
+            is_factory("norm", self.norm)
 
 
 @dataclass(frozen=True)

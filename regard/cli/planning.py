@@ -91,7 +91,7 @@ class Subject:
 def _subject(name: str) -> Subject:
     from regard.errors import CheckpointError
     from regard.models import Decoder
-    from regard.models.files import read_json
+    from regard.models.files import is_file, is_folder, read_json
     from regard.models.presets import PRESETS, preset, skeleton
 
     accepted = f"accepted: a preset ({', '.join(PRESETS)}), or the path of a config.json"
@@ -101,10 +101,10 @@ def _subject(name: str) -> Subject:
         chosen = preset(name)
         return Subject(chosen.release, chosen.build(), chosen, chosen.note or None)
     path = Path(name)
-    if path.is_dir():
-        inside = f" (such as {path / 'config.json'})" if (path / "config.json").is_file() else ""
+    if is_folder(path):
+        inside = f" (such as {path / 'config.json'})" if is_file(path / "config.json") else ""
         raise ValueError(f"MODEL: {name} is a folder; {accepted}{inside}")
-    if not path.is_file():
+    if not is_file(path):
         raise ValueError(f"MODEL: there is no preset and no file {name!r}; {accepted}")
     try:
         config = read_json(path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import CheckpointError
-from regard.models.files import SafetensorsSource, Source, read_json, replacing
+from regard.models.files import SafetensorsSource, Source, is_file, is_folder, read_json, replacing
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
 from regard.models.tables import Derived, Row, part_of, parts_of, whole_name
@@ -47,9 +47,9 @@ def load(
 
     Raises:
         FileNotFoundError: where there is no such file or folder.
-        CheckpointError: for a damaged file, an unknown family or option, and for tensors that are missing, unused,
-            misshapen, of numbers that no parameter has (integers, booleans, complex numbers, 8-bit floats),
-            or tied by the options but different in the file; the text lists them.
+        CheckpointError: for a damaged file, one that may not be read, an unknown family or option, and for tensors that
+            are missing, unused, misshapen, of numbers that no parameter has (integers, booleans, complex numbers, 8-bit
+            floats), or tied by the options but different in the file; the text lists them.
         TypeError, ValueError: for an argument of a wrong kind, a ``dtype`` that is not one of float16, bfloat16,
             float32, float64, and a ``device`` that torch does not know.
 
@@ -60,9 +60,9 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}; accepted: {_DTYPE_NAMES}, or None for the checkpoint's own")
     path, device = _path("path", path), _device(device)
-    if path.is_dir():
+    if is_folder(path):
         return _load_folder(path, dtype, device, progress)
-    if not path.is_file():
+    if not is_file(path):
         raise FileNotFoundError(f"{path}: no such file or folder; accepted: a folder with config.json, or a .gguf file")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: accepted: a folder with config.json, or a .gguf file")
@@ -88,20 +88,20 @@ def _device(device: object) -> torch.device:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> Model:
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
     config = read_json(folder / "config.json")
     layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
     extras = {
-        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()
+        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if is_file(folder / n)
     }
     tokenizer_file = folder / "tokenizer.json"
     origin = Origin(
         layout=layout,
         config=config,
         tokenizer=Tokenizer.from_file(tokenizer_file, extras.get("tokenizer_config.json", {}))
-        if tokenizer_file.is_file()
+        if is_file(tokenizer_file)
         else "the folder has no tokenizer.json",
         end_ids=_end_ids(config, extras.get("generation_config.json", {}), str(folder)),
         extras=extras,

@@ -276,7 +276,7 @@ class LinearCrossAttention(_Kernel):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Room for the sums of a context; `capacity` and `dtype` change nothing: size and precision are fixed."""
-        return empty_states(self.state_shapes(), batch, self.k_proj.weight, device)
+        return empty_states(self, self.state_shapes(), batch, self.k_proj.weight, device)
 
     def _written(self, stream: Stream, values: Tensor) -> Tensor:
         k, v = self.key_features(stream.x), self.summed(values)
@@ -298,7 +298,7 @@ class LinearCrossAttention(_Kernel):
             raise ValueError(f"mask: expected None, the sums are over the whole context; got {describe(mask)}")
         if segments is not None:
             raise ValueError("segments: with a context they have no meaning; mask the context with keep")
-        check_cache(cache, self.state_shapes())
+        check_cache(self, cache, self.state_shapes())
         if context is None:
             if cache is None or not cache.length:
                 raise ValueError("context: expected the tokens to read, or a cache that holds their sums")

@@ -181,3 +181,17 @@ def test_the_state_after_no_tokens_is_a_copy(backend: str) -> None:
     _, end = regard.scan(x, x, state=hidden, backend=backend)
     for new, old in ((last, state), (end, hidden)):
         assert torch.equal(new, old) and new.data_ptr() != old.data_ptr()
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("native", marks=needs_native)])
+def test_a_log_decay_that_is_not_a_number_shows_in_the_result(backend):
+    q, k, v = (torch.randn(1, 2, 40, 3) for _ in range(3))
+    decay = -torch.rand(1, 2, 40)
+    decay[0, 0, 30] = float("nan")
+    with regard.use_backend(backend):
+        out, state = regard.recurrence(q, k, v, regard.Decay(decay))
+    assert out[0, 0, 30:].isnan().all() and state[0, 0].isnan().all()
+    assert out[0, 1].isfinite().all() and state[0, 1].isfinite().all()
+    decay[0, 1, 5] = 0.5
+    with pytest.raises(ValueError, match=r"^log_decay: expected log-decays <= 0 .*, got 0\.5$"):
+        regard.recurrence(q, k, v, regard.Decay(decay))

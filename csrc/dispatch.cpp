@@ -1,7 +1,11 @@
 // The exported functions: which instruction set runs, and the words for a status.
 #include <omp.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "states.h"
 
@@ -205,6 +209,16 @@ REGARD_EXPORT const char *regard_error(int status) {
 REGARD_EXPORT const char *regard_isa(void) { return chosen() ? chosen()->name : nullptr; }
 
 REGARD_EXPORT int regard_threads(void) { return omp_get_max_threads(); }
+
+REGARD_EXPORT void regard_large_pages(void *memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t page = 1 << 21;
+  const uintptr_t begin = ((uintptr_t)memory + page - 1) & ~(page - 1), end = ((uintptr_t)memory + bytes) & ~(page - 1);
+  if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE);  // advice: where it is refused nothing is lost
+#else
+  (void)memory, (void)bytes;
+#endif
+}
 
 REGARD_EXPORT int64_t regard_struct_size(int which) {
   constexpr int64_t sizes[] = {sizeof(regard_attention),      sizeof(regard_attention_grad),

@@ -71,6 +71,10 @@ int regard_threads(void);
 // done, which a benchmark divides by the time they took. 0 where only plain loops run.
 double regard_multiply_adds(int32_t dtype, int64_t rounds);
 
+// Asks the system for large pages under memory that is about to be filled, where it has such pages: the first touch of
+// each small one costs as much as filling it several times.
+void regard_large_pages(void *memory, int64_t bytes);
+
 // The size in bytes of regard_attention (0) and regard_attention_grad (1): a caller checks that both sides agree.
 int64_t regard_struct_size(int which);
 

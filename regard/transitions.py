@@ -33,9 +33,10 @@ def check_log_decay(name: str, log_decay: Tensor) -> None:
     if not isinstance(log_decay, Tensor) or not log_decay.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor of log-decays <= 0, or None, got {describe(log_decay)}")
     if can_read(log_decay) and log_decay.numel():
-        top = float(log_decay.detach().max())
+        values = log_decay.detach() if log_decay.requires_grad else log_decay
+        top = values.max().item()
         if math.isnan(top):  # it hides the others
-            top = float(log_decay.detach().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).max())
+            top = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).max().item()
         if top > 0:
             raise ValueError(f"{name}: expected log-decays <= 0 (nats per token), got {top:.6g}")
 

@@ -82,13 +82,12 @@ def recurrence(
     factor = scale_of(scale, sizes[0])
     q, k, v = lowered(q, k, v)
     beta, decay = transition.beta, transition.log_decay
+    call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, into)
     if into is not None:
-        shape = (batch if lengths is None else len(lengths), heads, *sizes)
-        _check_into(into, shape, RecurrenceCall(q, k, v, beta, decay, state, None, factor, None))
+        _check_into(into, (batch if lengths is None else len(lengths), heads, *sizes), call)
     with without_autocast(q):
         if not lengths:
-            starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            call = RecurrenceCall(q, k, v, beta, decay, state, starts, factor, chunk_size, into)
+            call.starts = None if lengths is not None else starts_of(segments, batch, tokens)
             out, last = backends.dispatch(call, backend)
             out = out if out.numel() else tied(out, call.tensors)
             last = last if lengths is None else last[:0]

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch  # before the library: its OpenMP symbols bind to the runtime that torch has loaded
+from torch import Tensor
 
-__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "OPTIONS", "REASON", "run"]
+__all__ = ["CALL", "GRAD", "ISA", "LIBRARY", "OPTIONS", "REASON", "fresh", "run"]
 
 NAME = "libregard.so.1"
+LONG = 2**22  # bytes of a tensor for which large pages are asked
 
 
 class Record:
@@ -116,6 +118,7 @@ def _load() -> tuple[Any, str | None]:
     except OSError as error:
         return None, f"the kernels could not be loaded: {error}"
     library.regard_isa.restype = ctypes.c_char_p
+    library.regard_large_pages.restype = None
     library.regard_error.restype = ctypes.c_char_p
     library.regard_struct_size.restype = ctypes.c_int64
     for which, size in enumerate((CALL.size + OPTIONS.size, GRAD.size, *(record.size for record in _RECORDS))):
@@ -128,6 +131,13 @@ def _load() -> tuple[Any, str | None]:
 
 LIBRARY, REASON = _load()
 ISA: str | None = LIBRARY.regard_isa().decode() if LIBRARY is not None else None
+
+
+def fresh(*tensors: Tensor) -> None:
+    """Prepare memory that a kernel is about to fill: large pages under long tensors, where the system has them."""
+    for x in tensors:
+        if x.nbytes >= LONG:
+            LIBRARY.regard_large_pages(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.nbytes))
 
 
 def run(name: str, *records: bytes) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.backends.native.library import fresh
+
 __all__ = ["Operator", "address"]
 
 Tensors = Sequence[Tensor | None]
@@ -98,6 +100,7 @@ class Operator:
     def _forward(self, *arguments: Any) -> Outputs:
         *tensors, numbers, keep = arguments
         outputs = self._empty(tensors, tuple(numbers), keep)
+        fresh(*outputs)
         self._forward_kernel(tensors, tuple(numbers), outputs)
         return outputs
 
@@ -110,6 +113,7 @@ class Operator:
     ) -> tuple[Tensor, ...]:
         *tensors, numbers = arguments
         grads = self._empty_grads(tensors)
+        fresh(*grads)
         d_out = torch.zeros_like(out, dtype=torch.float32) if d_out is None else d_out.float()
         d_last = None if d_last is None else d_last.float().contiguous()
         self._backward_kernel(tensors, tuple(numbers), (out, last, kept), d_out.contiguous(), d_last, grads)

@@ -106,6 +106,7 @@ def _run_forward(operands: Operands, out: Tensor, lse: Tensor, low: Tensor | Non
             low.zero_()
         return
     record, alive = _record(operands, out, lse, low)
+    library.fresh(out)
     library.run("regard_attention_forward", record)
     del alive
 
@@ -125,6 +126,7 @@ def _backward(
     grad = library.GRAD.pack(
         *(_address(x) for x in (d_out, d_lse, out, d_q, d_k, d_v)), *_broadcast(d_bias), _address(d_relative)
     )
+    library.fresh(*grads)
     library.run("regard_attention_backward", record, grad)
     del alive
     return grads

@@ -51,6 +51,7 @@ def run_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     arguments = [q, k, v, beta, decay, None if state is None else state.contiguous(), starts]
     if call.into is not None and not torch.compiler.is_compiling():  # no gradients: nothing to record
         out, _, kept = _empty_recurrence(arguments, (), False)
+        library.fresh(out)
         _recurrence_forward(arguments, (call.scale,), (out, call.into, kept))
         return out, call.into
     return _recurrence(arguments, [call.scale])

@@ -1,4 +1,7 @@
-"""The records of one call of an operation with a state: checked arguments that every backend reads."""
+"""The records of one call of an operation with a state: checked arguments that every backend reads, and none changes.
+
+They are not frozen, for that would take as long as the smallest calls' arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ class StateCall:
         return out, last.clone() if last is self.state else last
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RecurrenceCall(StateCall):
     """q, k (B, Hk, T, Dk), v (B, Hv, T, Dv), beta (B, Hv, T), log_decay as in `Decay`, state (B, Hv, Dk, Dv)."""
 
@@ -98,7 +101,7 @@ class RecurrenceCall(StateCall):
         return batch, heads, key_dim, value_dim
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ScanCall(StateCall):
     """x (B, T, ...), log_a broadcasting against it, state as x[:, 0]."""
 
@@ -114,7 +117,7 @@ class ScanCall(StateCall):
         return self.x.shape[0], *self.x.shape[2:]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SelectiveScanCall(StateCall):
     """x, dt (B, T, d), A (d, N), B, C (B, T, N), D (d,) or None, state (B, d, N)."""
 
@@ -134,7 +137,7 @@ class SelectiveScanCall(StateCall):
         return self.x.shape[0], *self.A.shape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShortConvCall(StateCall):
     """x (B, T, C), weight (C, W), bias (C,) or None, state (B, W - 1, C): the inputs before."""
 

@@ -363,8 +363,10 @@ class StateCache(Cache):
     """The state that a recurrent layer carries, and the tail of its convolution: of fixed size, never full.
 
     `states` are zeros, batch on axis 0, by name; they stay in float32 (float64 in a float64 layer). `crop` raises
-    `CacheError` unless it drops nothing or everything.
+    `CacheError` unless it drops nothing or everything. Layers of another class than the one that made it refuse it.
     """
+
+    makers: tuple[str, ...] = ()  # the maker's class and its bases, by name; none where no layer made it
 
     def __init__(self, batch: int, states: Mapping[str, Tensor], device: Any = None) -> None:
         super().__init__(batch, 1, device)

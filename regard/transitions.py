@@ -12,6 +12,7 @@ with ``a_t = exp(log_decay_t)``: none, a constant per head, a number per head an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,11 +26,17 @@ KINDS = {None: "none", 1: "constant", 3: "scalar", 4: "channel"}
 
 
 def check_log_decay(name: str, log_decay: Tensor) -> None:
-    """Raise unless `log_decay` is a floating tensor that is nowhere positive (values are read on the CPU, eagerly)."""
+    """Raise unless `log_decay` is a floating tensor that is nowhere positive (values are read on the CPU, eagerly).
+
+    NaN passes, as through torch's own operations: a training step that overflowed is found, and skipped, by its result.
+    """
     if not isinstance(log_decay, Tensor) or not log_decay.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor of log-decays <= 0, or None, got {describe(log_decay)}")
     if can_read(log_decay) and log_decay.numel():
-        top = (log_decay.detach() if log_decay.requires_grad else log_decay).max().item()
+        values = log_decay.detach() if log_decay.requires_grad else log_decay
+        top = values.max().item()
+        if math.isnan(top):  # it hides the others
+            top = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).max().item()
         if top > 0:
             raise ValueError(f"{name}: expected log-decays <= 0 (nats per token), got {top:.6g}")
 

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from regard.errors import CacheError, CacheFull, CheckpointError
 from regard.masks import Causal
+from regard.mixers.parts import ShortConv
+from regard.mixers.recurrent import Stream
 from regard.models import (
     Decoder,
     Embedding,
@@ -165,6 +167,44 @@ def test_a_correction_stays_float32_in_a_bfloat16_model(family, tmp_path):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "kept"),
+    [
+        ("bailing_hybrid", torch.bfloat16, {"mixer.A_log", "mixer.dt_bias", "mixer.conv.weight"}),
+        ("bailing_hybrid", torch.float16, {"mixer.A_log", "mixer.dt_bias", "mixer.conv.weight"}),
+        ("bailing_hybrid", WIDE, set()),
+        ("gpt_oss", torch.float16, {"mixer_norm.weight", "ff_norm.weight", "norm.weight"}),
+        ("gpt_oss", torch.bfloat16, set()),
+        ("kimi_linear", torch.bfloat16, set()),
+    ],
+)
+@torch.no_grad()
+def test_parameters_that_a_family_keeps_in_float32(family, dtype, kept, tmp_path):
+    model, exact = load(HERE / family, dtype=dtype), load(HERE / family, dtype=torch.float32).state_dict()
+    names = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert {n.split(".", 2)[-1] if n.startswith("layers.") else n for n in names} == kept
+    assert all(torch.equal(model.get_parameter(n), exact[n]) for n in names)  # never rounded on the way
+    assert {p.dtype for n, p in model.named_parameters() if n not in names} == {dtype}
+    assert model(torch.tensor([[1, 5, 9]])).isfinite().all()
+    model.save(tmp_path)
+    for again in (load(tmp_path).state_dict(), load(tmp_path, dtype=dtype).state_dict()):
+        for name, tensor in model.state_dict().items():
+            assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
+
+
+@torch.no_grad()
+def test_a_wider_convolution_rounds_once():
+    conv = ShortConv(6, 3).float()
+    x = torch.randn(2, 9, 6, dtype=torch.bfloat16)
+    padded = torch.nn.functional.pad(x.float().mT, (2, 0))
+    exact = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, conv.weight[:, None], groups=6).mT)
+    y, tail = conv(Stream(x, torch.arange(9).expand(2, -1)), x, None)
+    assert y.dtype == torch.bfloat16 and tail.dtype == torch.float32
+    assert torch.equal(tail, x[:, -2:].float())
+    gap = (y.float() - exact).abs() / exact.abs()
+    assert gap.max() <= 2**-8  # half of a unit in the last place
+
+
 def changed(folder, tmp_path, **options):
     """A copy of a checkpoint with other options; None takes one away."""
     tmp_path.mkdir(exist_ok=True)
@@ -198,8 +238,22 @@ REFUSED = [
     ("deepseek_v2", {"n_routed_experts": 10**9}, "n_routed_experts=1000000000.*at most"),
     ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True"),
     ("deepseek_v2", {"swirl": 1}, "unknown option swirl"),
-    ("deepseek_v3", {"n_group": 3}, "groups: expected a divisor"),
-    ("deepseek_v3", {"topk_group": 3}, "open_groups: expected at most"),
+    (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 3},
+        "n_group=3.*a divisor of n_routed_experts=4$",
+    ),
+    ("deepseek_v3", {"n_group": 3}, "n_group=3.*a divisor of n_routed_experts=4$"),
+    ("deepseek_v3", {"topk_group": 3}, "topk_group=3.*at most n_group=2$"),
+    (
+        "deepseek_v3",
+        {"num_experts_per_tok": 3},
+        "num_experts_per_tok=3.*at most 2, the experts in topk_group=1 of 2 groups$",
+    ),
+    ("kimi_linear", {"num_expert_group": 3}, "num_expert_group=3.*a divisor of num_experts=4$"),
+    ("kimi_linear", {"topk_group": 2}, "topk_group=2.*at most num_expert_group=1$"),
+    ("bailing_hybrid", {"num_experts_per_token": 3}, "num_experts_per_token=3.*at most 2, the experts in topk_group=1"),
+    ("bailing_hybrid", {"num_expert_group": None, "n_group": 3}, ": n_group=3.*a divisor of num_experts=4$"),
     ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "unknown option quantization_config"),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, "head_dim=7"),
     ("deepseek_v3", {"n_shared_experts": 0}, "unused tensors: .*shared_experts"),
@@ -217,7 +271,8 @@ REFUSED = [
     ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
     ("kimi_linear", {"linear_conv_kernel_dim": 3}, "q_conv1d.weight is"),
     ("bailing_hybrid", {"q_lora_rank": 8}, "q_lora_rank=8"),
-    ("bailing_hybrid", {"kda_lower_bound": 0.5}, "low: expected"),
+    ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound=0.5.*a number below 0"),
+    ("bailing_hybrid", {"kda_lower_bound": 0, "kda_safe_gate": None}, "kda_lower_bound=0.0.*a number below 0"),
     ("bailing_hybrid", {"linear_head_dim": 4}, "tensors of another shape"),
     ("minimax", {"rotary_dim": 10}, "rotary_dim=10"),
     ("minimax", {"block_size": 5}, "not as the options say: .*diagonal_decay"),

@@ -7,6 +7,7 @@ import torch
 from oracles import softmax_layer
 
 import regard
+from regard import nn
 from regard.biases import Alibi
 from regard.caches import KVCache, WindowCache
 from regard.catalog import RECORDS, find
@@ -262,6 +263,59 @@ def test_the_mixing_matrix_is_what_the_layer_mixes():
 def test_constructor_errors(wrong, text):
     with pytest.raises((ValueError, TypeError), match=text):
         MultiHeadAttention(**({"dim": 8, "heads": 4} | wrong))
+
+
+@pytest.mark.parametrize("wrong", [3, 0, "", (), Projections, torch.nn.Linear(2, 2)])
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda **part: MultiHeadAttention(8, 4, **part), "projections"),
+        (lambda **part: MultiHeadAttention(8, 4, **part), "scores"),
+        (lambda **part: MultiHeadAttention(8, 4, **part), "mask"),
+        (lambda **part: MultiHeadAttention(8, 4, **part), "rotary"),
+        (lambda **part: nn.MultiHeadLatentAttention(8, 4, nn.LatentSizes(4, 2, 2, 2), **part), "projections"),
+        (lambda **part: nn.MultiHeadLatentAttention(8, 4, nn.LatentSizes(4, 2, 2, 2), **part), "scores"),
+        (lambda **part: nn.MultiHeadLatentAttention(8, 4, nn.LatentSizes(4, 2, 2, 2), **part), "mask"),
+        (lambda **part: nn.MultiHeadLatentAttention(8, 4, nn.LatentSizes(4, 2, 2, 2), **part), "rotary"),
+        (lambda sizes: nn.MultiHeadLatentAttention(8, 4, sizes), "sizes"),
+        (lambda **part: nn.KimiDeltaAttention(8, 4, **part), "gates"),
+        (lambda **part: nn.GatedLinearAttention(8, 2, **part), "decay"),
+        (lambda **part: nn.Retention(8, 2, **part), "rotary"),
+        (lambda **part: nn.Mamba(8, **part), "shell"),
+        (lambda **part: nn.Mamba2(8, 4, **part), "shell"),
+    ],
+)
+def test_parts_of_another_kind_are_named(make, part, wrong):
+    with pytest.raises(TypeError, match=f"^{part}: expected "):
+        make(**{part: wrong})
+
+
+@pytest.mark.parametrize("wrong", [3, "norm", ()])
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda norm: Projections(norm=norm), "norm"),
+        (lambda norm: nn.LatentProjections(norm=norm), "norm"),
+        (lambda norm: nn.GatedDeltaNet(8, 4, norm=norm), "norm"),
+        (lambda norm: nn.Mamba(8, norm=norm), "norm"),
+        (lambda norm: nn.LinearAttention(8, 4, feature_map=norm), "feature_map"),
+        (lambda norm: nn.GriffinRecurrent(8, 4, activation=norm), "activation"),
+    ],
+)
+def test_factories_that_cannot_be_called_are_named(make, part, wrong):
+    with pytest.raises(TypeError, match=f"^{part}: expected "):
+        make(wrong)
+
+
+def test_an_error_names_the_class_of_what_came_once():
+    layer, x = MultiHeadAttention(8, 4, mask=Causal()), torch.randn(1, 2, 8)
+    both = Causal() & Window(2)
+    with pytest.raises(ValueError, match=r"got And\(parts=\(Causal\(\), Window\(w=2\)\)\)$"):
+        nn.DeltaNet(8, 2)(x, mask=both)
+    with pytest.raises(TypeError, match=r"^cache: .*, got Window\(w=2\)$"):
+        layer(x, cache=Window(2))
+    with pytest.raises(TypeError, match=r"^mask: .*, got int 3$"):
+        MultiHeadAttention(8, 4, mask=3)
 
 
 def test_parts_errors():

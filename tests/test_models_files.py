@@ -5,11 +5,16 @@ import os
 import resource
 import shutil
 import struct
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from regard.errors import CheckpointError
 from regard.models import Origin, load, save
@@ -189,6 +194,65 @@ def test_dtype_device_and_progress(folder):
 def test_a_broken_tokenizer_is_named(folder):
     (folder / "tokenizer.json").write_text("{}")
     refuses(folder, "tokenizer.json: not a readable tokenizer")
+
+
+LOCKED = """
+import os, sys
+from pathlib import Path
+from regard.errors import CheckpointError
+from regard.models import load
+path = Path(sys.argv[1])
+load(path)  # everything is imported, and all is well
+for name in sys.argv[2:]:
+    mode = (path / name).stat().st_mode
+    (path / name).chmod(0)
+    os.seteuid(65534)
+    try:
+        load(path)
+    except CheckpointError as error:
+        print(error)
+    os.seteuid(0)
+    (path / name).chmod(mode)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="takes the rights of root away for a moment")
+def test_what_may_not_be_read_is_named(folder):
+    shard(folder)
+    (folder / "generation_config.json").write_text("{}")
+    Backend(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("expected"))
+    assert {"config.json", "a.safetensors", "model.safetensors.index.json", "tokenizer.json"} < set(files)
+    copied = Path(tempfile.mkdtemp())  # whose parents everyone may search
+    try:
+        copied.chmod(0o755)
+        place = shutil.copytree(folder, copied / "model")
+        for path in place.iterdir():
+            path.chmod(0o644)
+        command = [sys.executable, "-c", LOCKED, str(place), ".", "..", *files]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    finally:
+        shutil.rmtree(copied)
+    named = [place / "config.json", place, *(place / name for name in files)]
+    assert done.stdout.splitlines() == [f"{path}: cannot be read (Permission denied)" for path in named]
+
+
+def test_a_file_that_cannot_be_opened_is_named(folder, monkeypatch):
+    shard(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    whole = Path.open
+
+    def refusing(path, *arguments, **options):
+        if path.name == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path, *arguments, **options)
+
+    (folder / "llama.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(Path, "open", refusing)
+    for closed in ("config.json", "b.safetensors", "tokenizer.json"):
+        refuses(folder, rf"^{folder / closed}: cannot be read \(Permission denied\)$")
+    closed = "llama.gguf"
+    refuses(folder / closed, r"llama\.gguf: cannot be read \(Permission denied\)$")
 
 
 def test_without_a_tokenizer_texts_are_refused(folder):

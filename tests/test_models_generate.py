@@ -108,8 +108,20 @@ def test_sampling_follows_the_distribution():
 
 def test_a_small_top_p_and_top_k_of_one_are_greedy(model):
     greedy = generate(model, [5, 9], max_tokens=6, end_ids=())[0].ids
-    for how in ({"top_k": 1}, {"top_p": 1e-9}):
-        assert generate(model, [5, 9], max_tokens=6, end_ids=(), temperature=3.0, **how)[0].ids == greedy
+    for how in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-308}, {"temperature": 5e-324, "top_p": 0.9}):
+        assert generate(model, [5, 9], max_tokens=6, end_ids=(), **{"temperature": 3.0} | how)[0].ids == greedy
+
+
+def test_a_tiny_temperature_is_its_limit():
+    rows = 40
+    for how in ({}, {"top_k": 3}, {"top_p": 0.5}):
+        for temperature in (1e-20, 1e-308, 5e-324):
+            choose = Sampling(temperature, seed=0, **how).chooser(rows)
+            logits = torch.tensor([1.0, 5.0, -2.0, -float("inf"), 4.9])
+            assert (choose(logits.expand(rows, -1)) == 1).all()
+            assert (choose(-logits[[0, 1, 2, 4]].expand(rows, -1)) == 2).all()
+            assert set(choose(torch.tensor([7.0, 2.0, 7.0]).expand(rows, -1)).tolist()) <= {0, 2}
+            assert (choose(torch.tensor([7.0, float("inf"), 1.0]).expand(rows, -1)) == 1).all()
 
 
 def test_text_streams_and_stop_strings(speaking):
@@ -161,7 +173,7 @@ def test_an_empty_prompt(model, speaking):
 
 BAD = {
     "max_tokens": [0, -1, 2.5, True],
-    "temperature": [-0.1, float("nan"), float("inf"), True, "x", None],
+    "temperature": [-0.1, float("nan"), float("inf"), 10**400, True, "x", None],
     "top_k": [0, -3, 1.5],
     "top_p": [0, 1.01, -1, float("nan"), "x"],
     "seed": [-1, 1.5],

@@ -22,7 +22,9 @@ from regard.analysis.costs import (
     prefill_macs,
     step_macs,
     tokens_like,
+    window_of,
 )
+from regard.analysis.labels import mixer_label
 from regard.errors import CheckpointError
 from regard.masks import Causal, Window
 from regard.mixers.griffin import BlockDiagonal
@@ -316,6 +318,19 @@ def test_work_of_latent_attention():
     layer.form = None
 
 
+def test_a_window_bounds_the_work_of_latent_attention():
+    sizes = regard.nn.LatentSizes(16, 8, 4, 8)
+    full, local = (regard.nn.MultiHeadLatentAttention(64, 8, sizes, mask=mask) for mask in (Causal(), Window(8)))
+    assert window_of(full) is None and window_of(local) == 8
+    pairs = 1000 * 8 - 8 * 7 // 2
+    assert prefill_macs(local, 1000) == 8 * (pairs * (12 + 8) + 1000 * 16 * 16)  # expanded, as the layer does
+    assert step_macs(local, 1000) == step_macs(full, 8) == 8 * (8 * (20 + 16) + 16 * 16)  # absorbed
+    assert prefill_macs(local, 8) == prefill_macs(full, 8) and step_macs(local, 5) == step_macs(full, 5)
+    assert footprint(local).held(1000) == footprint(full).held(1000) == 1000 * 20  # all are kept
+    assert footprint(local).read(1000) == 8 * 20 and footprint(full).read(1000) == 1000 * 20
+    assert mixer_label(local) == mixer_label(full) + ", window 8"
+
+
 @pytest.mark.parametrize(
     ("make", "prefill", "step"),
     [
@@ -429,6 +444,9 @@ class _Two(regard.nn.Mamba):
         ({"batch": -1}, ValueError, "batch"),
         ({"dtype": torch.int8}, TypeError, "dtype"),
         ({"cache_bits": 0}, ValueError, "cache_bits"),
+        ({"cache_bits": 1e-300}, ValueError, "cache_bits: expected a number from 0.01 to 64"),
+        ({"cache_bits": 65}, ValueError, "cache_bits"),
+        ({"cache_bits": "6"}, TypeError, "cache_bits"),
         ({"cache_bits": float("nan")}, ValueError, "cache_bits"),
     ],
 )

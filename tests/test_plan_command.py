@@ -71,8 +71,8 @@ def test_bytes_a_token_are_told_exactly(capsys, tmp_path):
     file.write_text(json.dumps({**preset("llama-2-70b").config, "num_key_value_heads": 64}))
     _, out, _ = run(capsys, str(file))
     assert "2,621,440 bytes" in out
-    _, out, _ = run(capsys, str(file), "--cache-bits", "0.00001")
-    assert "1.64 bytes" in out
+    _, out, _ = run(capsys, str(file), "--cache-bits", "0.01")
+    assert "1,638.40 bytes" in out
 
 
 def test_the_plot_is_one_picture_of_lines(capsys, tmp_path):
@@ -145,9 +145,11 @@ def files(tmp_path):
         (["llama-2-70b", "--context", "many"], ["--context", "integer"]),
         (["llama-2-70b", "--batch", "0"], ["--batch", "from 1 to"]),
         (["llama-2-70b", "--dtype", "int8"], ["--dtype", "bfloat16"]),
-        (["llama-2-70b", "--cache-bits", "0"], ["--cache-bits", "above 0"]),
-        (["llama-2-70b", "--cache-bits", "-6"], ["--cache-bits", "above 0"]),
-        (["llama-2-70b", "--cache-bits", "nan"], ["--cache-bits", "above 0"]),
+        (["llama-2-70b", "--cache-bits", "0"], ["--cache-bits", "from 0.01 to 64"]),
+        (["llama-2-70b", "--cache-bits", "-6"], ["--cache-bits", "from 0.01 to 64"]),
+        (["llama-2-70b", "--cache-bits", "nan"], ["--cache-bits", "from 0.01 to 64"]),
+        (["llama-2-70b", "--cache-bits", "1e-300"], ["--cache-bits", "from 0.01 to 64", "1e-300"]),
+        (["llama-2-70b", "--cache-bits", "65"], ["--cache-bits", "from 0.01 to 64"]),
         (["llama-2-70b", "--plot", "memory.png"], ["--plot", ".svg"]),
         (["llama-2-70b", "--plot", "nowhere/memory.svg"], ["nowhere/memory.svg"]),
         (["llama-2-70b", "more"], ["more"]),

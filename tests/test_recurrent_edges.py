@@ -235,3 +235,17 @@ def test_scans_carry_nothing_that_is_not_finite_into_the_next_document(backend: 
     y, last = regard.selective_scan(x, dt, A, B, B, segments=ids, backend=_able(backend))
     want, end = regard.selective_scan(x[:, 5:], dt[:, 5:], A, B[:, 5:], B[:, 5:], backend=_able(backend))
     assert torch.equal(y[:, 5:], want) and torch.equal(last, end)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", pytest.param("native", marks=needs_native)])
+def test_a_log_decay_that_is_not_a_number_shows_in_the_result(backend):
+    q, k, v = (torch.randn(1, 2, 40, 3) for _ in range(3))
+    decay = -torch.rand(1, 2, 40)
+    decay[0, 0, 30] = float("nan")
+    with regard.use_backend(backend):
+        out, state = regard.recurrence(q, k, v, regard.Decay(decay))
+    assert out[0, 0, 30:].isnan().all() and state[0, 0].isnan().all()
+    assert out[0, 1].isfinite().all() and state[0, 1].isfinite().all()
+    decay[0, 1, 5] = 0.5
+    with pytest.raises(ValueError, match=r"^log_decay: expected log-decays <= 0 .*, got 0\.5$"):
+        regard.recurrence(q, k, v, regard.Decay(decay))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import regard
 from regard import gates
+from regard.caches import StateCache
 from regard.masks import Causal, Window
 from regard.mixers.parts import l2_normalized
 from regard.mixers.retention import retention_rotary
@@ -350,6 +353,40 @@ def test_wrong_calls(name):
         with pytest.raises(ValueError, match=f"^{said}"):
             layer(x, **given)
     close(layer(x, mask=Causal()), layer(x))
+
+
+@torch.no_grad()
+def test_a_cache_of_another_kind_of_layer_is_refused():
+    x = tokens(2, 5, DIM)
+    plain, gated = DeltaNet(DIM, 2).double(), GatedDeltaNet(DIM, 2, value_dim=DIM // 2).double()
+    cache = plain.init_cache(2, 5)
+    assert plain.state_shapes() == gated.state_shapes()
+    for other in (cache, cache.clone(), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(ValueError, match=r"^cache: it was made by a DeltaNet, .* to a GatedDeltaNet$"):
+            gated(x, cache=other)
+        assert other.length == 0
+    with pytest.raises(ValueError, match=r"^cache: it was made by a GatedDeltaNet, .* to a DeltaNet$"):
+        plain(x, cache=gated.init_cache(2, 5))
+
+
+@torch.no_grad()
+def test_a_cache_serves_every_copy_of_its_layer():
+    class Own(GatedDeltaNet):
+        pass
+
+    x, layer = tokens(2, 6, DIM), GatedDeltaNet(DIM, 2).double()
+    whole = layer(x)
+    derived = Own(DIM, 2).double()
+    derived.load_state_dict(layer.state_dict())
+    scaled = copy.deepcopy(layer)
+    torch.nn.utils.parametrize.register_parametrization(scaled, "A_log", torch.nn.Identity())
+    assert type(scaled) is not GatedDeltaNet
+    for other in (copy.deepcopy(layer), derived, scaled):
+        for first, second in ((layer, other), (other, layer)):
+            cache = first.init_cache(2, 6)
+            close(torch.cat([first(x[:, :4], cache=cache), second(x[:, 4:], cache=cache.clone())], 1), whole)
+    by_hand = StateCache(2, {name: t.clone() for name, t in layer.init_cache(2, 6).states.items()})
+    close(layer(x, cache=by_hand), whole)
 
 
 def test_a_layer_in_both_directions_has_no_cache():

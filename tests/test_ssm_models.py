@@ -137,7 +137,7 @@ def changed(folder, tmp_path, **options):
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("mamba2", {"rms_norm": False}, "rms_norm=False"),
         ("mamba2", {"head_dim": 7}, "head_dim=7"),
-        ("mamba2", {"n_groups": 3}, "groups: expected a divisor"),
+        ("mamba2", {"n_groups": 3}, "n_groups=3.*a divisor of num_heads=8"),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit="),
         ("mamba2", {"time_step_limit": [0.0, "much"]}, "time_step_limit="),
         ("mamba2", {"time_step_limit": 3}, "time_step_limit=3"),

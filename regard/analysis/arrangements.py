@@ -13,10 +13,11 @@ from torch import nn
 
 from regard.analysis.costs import Footprint, footprint, matrix_macs, prefill_macs, step_macs
 from regard.analysis.labels import mixer_label
-from regard.masks.checks import whole
+from regard.masks.checks import describe, whole
 
 __all__ = ["STATE_BITS", "Arrangement", "Kind", "Setting", "arrangement"]
 
+BITS = 0.01, 64  # that an element of a cache may have
 STATE_BITS = 32  # states stay in float32 whatever the dtype
 
 
@@ -28,7 +29,8 @@ class Setting:
         context: N, tokens of a row.
         batch: B, rows.
         dtype: of the weights.
-        cache_bits: of an element of keys, values or latents, on average; the dtype's by default. States are in float32.
+        cache_bits: of an element of keys, values or latents, on average, from 0.01 to 64; the dtype's by default.
+            States are in float32.
 
     >>> Setting(context=1000, cache_bits=6).bits
     Fraction(6, 1)
@@ -44,8 +46,11 @@ class Setting:
         whole("batch", self.batch, 1)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"dtype: expected a floating torch.dtype, got {self.dtype!r}")
-        if self.cache_bits is not None and not 0 < self.cache_bits <= 64:
-            raise ValueError(f"cache_bits: expected a number above 0 and at most 64, got {self.cache_bits}")
+        bits = self.cache_bits
+        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, (int, float))):
+            raise TypeError(f"cache_bits: expected a number or None, got {describe(bits)}")
+        if bits is not None and not BITS[0] <= bits <= BITS[1]:
+            raise ValueError(f"cache_bits: expected a number from {BITS[0]} to {BITS[1]}, got {bits}")
 
     @property
     def bits(self) -> Fraction:

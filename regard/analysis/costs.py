@@ -7,7 +7,7 @@ work (norms, activations, softmax) is not counted.
 | what | over T tokens | one token after t |
 |---|---|---|
 | softmax attention, pairs p | H (K + V) p | H (K + V) min(t, window) |
-| latent attention | the cheaper form of `LatentSizes` | the same |
+| latent attention | the cheaper form of `LatentSizes`, pairs p | the same, min(t, window) pairs |
 | state (K, V), decay | Hk T C K + H T (C V + 2 K V) | 3 H K V; 2 H K V without a decay |
 | delta rule | H T (C (3 K + 2 V) + 3 K V + C^2 / 3) | 4 H K V; 3 H K V without a decay |
 | state (d, N) per channel | 3 T d N | 3 d N |
@@ -27,7 +27,7 @@ from torch import float16, nn
 
 from regard.backends.recurrent.matrices import CHUNK
 from regard.caches import StateCache, WindowCache
-from regard.masks.base import reach
+from regard.masks.base import reach as furthest_of
 from regard.mixers.delta_rule import DeltaRuleLayer
 from regard.mixers.griffin import BlockDiagonal
 from regard.mixers.kernel_linear import LinearAttention
@@ -52,6 +52,7 @@ __all__ = [
     "state_macs",
     "step_macs",
     "tokens_like",
+    "window_of",
 ]
 
 
@@ -64,7 +65,7 @@ def causal_pairs(tokens: int, window: int | None = None) -> int:
     >>> causal_pairs(4), causal_pairs(4, 2), causal_pairs(4, 100)
     (10, 7, 10)
     """
-    seen = tokens if window is None else min(window, tokens)
+    seen = _met(tokens, window)
     return tokens * seen - seen * (seen - 1) // 2
 
 
@@ -108,6 +109,22 @@ def tokens_like(state: int, per_token: int, state_bits: Fraction | int = 1, cach
     return int(Fraction(state) * state_bits / (per_token * Fraction(cache_bits)))
 
 
+def window_of(layer: MultiHeadAttention | MultiHeadLatentAttention) -> int | None:
+    """How many tokens, itself included, a token reads at most by the layer's own pattern; None where that is unbounded.
+
+    >>> import regard
+    >>> window_of(regard.nn.MultiHeadAttention(64, 8, mask=regard.masks.Window(16)))
+    16
+    """
+    furthest = None if layer.mask is None else furthest_of(layer.mask)
+    return None if furthest is None else max(furthest + 1, 0)
+
+
+def _met(tokens: int, window: int | None) -> int:
+    """How many of `tokens` tokens the last one reads."""
+    return tokens if window is None else min(window, tokens)
+
+
 # ---- what a layer remembers ------------------------------------------------------------------------------------------
 
 
@@ -121,10 +138,11 @@ class Footprint:
         slots: tokens that the ring holds.
         state: of fixed size, in at least float32.
         tail: of fixed size too: a convolution's last inputs.
+        reach: how many of the tokens held outside a ring the next one reads; None for all.
 
     >>> import regard
     >>> footprint(regard.nn.MultiHeadAttention(64, 8, kv_heads=2, mask=regard.masks.Causal()))
-    Footprint(per_token=32, window=0, slots=0, state=0, tail=0)
+    Footprint(per_token=32, window=0, slots=0, state=0, tail=0, reach=None)
     """
 
     per_token: int = 0
@@ -132,6 +150,7 @@ class Footprint:
     slots: int = 0
     state: int = 0
     tail: int = 0
+    reach: int | None = None
 
     @property
     def fixed(self) -> int:
@@ -149,7 +168,7 @@ class Footprint:
 
     def read(self, tokens: int) -> int:
         """Elements of them that the next token reads after so many."""
-        return self.per_token * tokens + self.window * min(tokens, self.slots)
+        return self.per_token * _met(tokens, self.reach) + self.window * min(tokens, self.slots)
 
 
 def footprint(layer: nn.Module) -> Footprint:
@@ -164,7 +183,8 @@ def footprint(layer: nn.Module) -> Footprint:
         return Footprint(state=sum(size for _, size in sizes) - tail, tail=tail)
     if isinstance(none, WindowCache):
         return Footprint(window=none.nbytes // float16.itemsize // none.window, slots=none.window)
-    return Footprint(per_token=(one.nbytes - none.nbytes) // float16.itemsize)
+    reach = window_of(layer) if isinstance(layer, MultiHeadLatentAttention) else None
+    return Footprint(per_token=(one.nbytes - none.nbytes) // float16.itemsize, reach=reach)
 
 
 def _tails(layer: nn.Module) -> set[tuple[int, ...]]:
@@ -193,36 +213,30 @@ def step_macs(layer: nn.Module, cached: int) -> int:
     raise TypeError(f"layer: the costs of {type(layer).__name__} are not known; accepted: a layer of regard.nn")
 
 
-def _seen(layer: MultiHeadAttention) -> int | None:
-    furthest = None if layer.mask is None else reach(layer.mask)
-    return None if furthest is None else furthest + 1
-
-
 @prefill_macs.register
 def _(layer: MultiHeadAttention, tokens: int) -> int:
-    return attention_macs(layer.heads, layer.head_dim, layer.head_dim, causal_pairs(tokens, _seen(layer)))
+    return attention_macs(layer.heads, layer.head_dim, layer.head_dim, causal_pairs(tokens, window_of(layer)))
 
 
 @step_macs.register
 def _(layer: MultiHeadAttention, cached: int) -> int:
-    window = _seen(layer)
-    keys = cached if window is None else min(cached, window)
-    return attention_macs(layer.heads, layer.head_dim, layer.head_dim, keys)
+    return attention_macs(layer.heads, layer.head_dim, layer.head_dim, _met(cached, window_of(layer)))
 
 
 def _latent(layer: MultiHeadLatentAttention, queries: int, keys: int, pairs: int) -> int:
+    """A window bounds the pairs; the expanded form still forms the keys and values of every latent."""
     cost = layer.sizes.absorbed_cost if layer.absorbs(queries, keys) else layer.sizes.expanded_cost
     return layer.heads * cost(queries, keys, pairs)
 
 
 @prefill_macs.register
 def _(layer: MultiHeadLatentAttention, tokens: int) -> int:
-    return _latent(layer, tokens, tokens, causal_pairs(tokens))
+    return _latent(layer, tokens, tokens, causal_pairs(tokens, window_of(layer)))
 
 
 @step_macs.register
 def _(layer: MultiHeadLatentAttention, cached: int) -> int:
-    return _latent(layer, 1, cached, cached)
+    return _latent(layer, 1, cached, _met(cached, window_of(layer)))
 
 
 @prefill_macs.register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.masks.base import reach
+from regard.analysis.costs import window_of
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.kda import KimiDeltaAttention
@@ -42,16 +42,20 @@ def mixer_label(layer: nn.Module) -> str:
         )
         words = [f"{kind} attention, {layer.heads} heads of {layer.head_dim}"]
         words += [f"{layer.kv_heads} key heads"] if kind == "grouped-query" else []
-        furthest = None if layer.mask is None else reach(layer.mask)
-        return ", ".join(words + ([] if furthest is None else [f"window {furthest + 1}"]))
+        return ", ".join(words + _window(layer))
     if isinstance(layer, MultiHeadLatentAttention):
-        gated = ", gated" if layer.gate else ""
-        return f"latent attention, {layer.heads} heads, {layer.sizes.rank} + {layer.sizes.rope_dim}{gated}"
+        words = [f"latent attention, {layer.heads} heads, {layer.sizes.rank} + {layer.sizes.rope_dim}"]
+        return ", ".join(words + ["gated"] * bool(layer.gate) + _window(layer))
     name = NAMES.get(type(layer), type(layer).__name__)
     if isinstance(layer, RecurrentLayer):
         state = max(layer.state_shapes().values(), key=len)
         return f"{name}, {' x '.join(map(str, layer.state_shapes().get('state', state)))}"
     return name
+
+
+def _window(layer: MultiHeadAttention | MultiHeadLatentAttention) -> list[str]:
+    window = window_of(layer)
+    return [] if window is None else [f"window {window}"]
 
 
 def feedforward_label(part: nn.Module) -> str:

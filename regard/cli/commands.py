@@ -168,7 +168,7 @@ def plan(
     batch: Annotated[int, typer.Option(help="Rows, B.")] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights, and of caches without --cache-bits.")] = Dtype.bfloat16,
     cache_bits: Annotated[
-        float | None, typer.Option(help="Bits of an element of keys, values or latents, such as 6 or 4.5.")
+        float | None, typer.Option(help="Bits of an element of keys, values or latents, such as 6 or 4.5; 0.01 to 64.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory over length into this .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

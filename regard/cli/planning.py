@@ -51,14 +51,15 @@ def run(request: Request) -> None:
     import torch
 
     from regard.analysis import Setting, estimate
+    from regard.analysis.arrangements import BITS
     from regard.errors import CheckpointError
     from regard.models.config import naming
 
     for option, value in (("--context", request.context), ("--batch", request.batch)):
         if not 1 <= value <= MOST:
             raise ValueError(f"{option} must be a whole number from 1 to {MOST:,}, got {value}")
-    if request.cache_bits is not None and not 0 < request.cache_bits <= 64:
-        raise ValueError(f"--cache-bits must be a number above 0 and at most 64, got {request.cache_bits:g}")
+    if request.cache_bits is not None and not BITS[0] <= request.cache_bits <= BITS[1]:
+        raise ValueError(f"--cache-bits must be a number from {BITS[0]} to {BITS[1]}, got {request.cache_bits:g}")
     if request.plot is not None and request.plot.suffix != ".svg":
         raise ValueError(f"--plot: accepted is a file whose name ends in .svg, got {str(request.plot)!r}")
     subject = _subject(request.model)
@@ -90,7 +91,7 @@ class Subject:
 def _subject(name: str) -> Subject:
     from regard.errors import CheckpointError
     from regard.models import Decoder
-    from regard.models.files import read_json
+    from regard.models.files import is_file, is_folder, read_json
     from regard.models.presets import PRESETS, preset, skeleton
 
     accepted = f"accepted: a preset ({', '.join(PRESETS)}), or the path of a config.json"
@@ -100,10 +101,10 @@ def _subject(name: str) -> Subject:
         chosen = preset(name)
         return Subject(chosen.release, chosen.build(), chosen, chosen.note or None)
     path = Path(name)
-    if path.is_dir():
-        inside = f" (such as {path / 'config.json'})" if (path / "config.json").is_file() else ""
+    if is_folder(path):
+        inside = f" (such as {path / 'config.json'})" if is_file(path / "config.json") else ""
         raise ValueError(f"MODEL: {name} is a folder; {accepted}{inside}")
-    if not path.is_file():
+    if not is_file(path):
         raise ValueError(f"MODEL: there is no preset and no file {name!r}; {accepted}")
     try:
         config = read_json(path)

@@ -69,6 +69,7 @@ def accelerate(model: nn.Module) -> Acceleration:
         ValueError: the model has no such layer, is accelerated already, or keeps such a layer's weights elsewhere
             (accelerate's offloading).
 
+    >>> import torch
     >>> accelerate(torch.nn.Linear(2, 2))
     Traceback (most recent call last):
     ...

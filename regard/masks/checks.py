@@ -16,7 +16,9 @@ __all__ = [
     "fits",
     "fits_ids",
     "is_bool",
+    "is_factory",
     "is_ids",
+    "is_part",
     "label",
     "lengths",
     "pick",
@@ -31,7 +33,8 @@ def describe(value: Any) -> str:
     """How an error names what came."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
+    kind, text = type(value).__name__, repr(value)
+    return text if text.startswith(f"{kind}(") else f"{kind} {text}"
 
 
 def whole(name: str, value: Any, least: int | None) -> int:
@@ -41,6 +44,19 @@ def whole(name: str, value: Any, least: int | None) -> int:
     if least is not None and value < least:
         raise ValueError(f"{name}: expected an int of at least {least}, got {value}")
     return value  # type: ignore[return-value]
+
+
+def is_part(name: str, value: Any, *kinds: type) -> None:
+    """Raise unless a part of a layer is left out (None) or of one of these classes."""
+    if value is not None and not isinstance(value, kinds):
+        accepted = [f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}" for kind in kinds]
+        raise TypeError(f"{name}: expected {', '.join(accepted)} or None, got {describe(value)}")
+
+
+def is_factory(name: str, value: Any) -> None:
+    """Raise unless what makes a part of a layer can be called."""
+    if not callable(value):
+        raise TypeError(f"{name}: expected a factory of modules, got {describe(value)}")
 
 
 def lengths(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.gates import softplus_decay, step_bias
+from regard.masks.checks import is_factory
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
@@ -61,6 +62,7 @@ class GatedDeltaNet(DeltaRuleLayer):
         norm: Callable[[int], nn.Module] = GatedRMSNorm,
     ) -> None:
         super().__init__(dim, heads, key_heads, key_dim, value_dim, taps, beta_max)
+        is_factory("norm", norm)
         values = heads * self.value_dim
         self.a_proj = nn.Linear(dim, heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())

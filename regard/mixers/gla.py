@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from regard.gates import logsigmoid_decay
-from regard.masks.checks import whole
+from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
@@ -80,6 +80,7 @@ class GatedLinearAttention(RecurrentLayer):
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
         self.key_dim = whole("key_dim", dim // (2 * heads) if key_dim is None else key_dim, 1)
         self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
+        is_part("decay", decay, GLADecay)
         self.decay, self.bidirectional = GLADecay() if decay is None else decay, bidirectional
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.q_proj = nn.Linear(dim, keys, bias=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.gates import rglru_decay
-from regard.masks.checks import whole
+from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import ShortConv, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix
@@ -74,6 +74,7 @@ class GriffinRecurrent(RecurrentLayer):
         self.width = dim if width is None else whole("width", width, 1)
         if self.width % heads:
             raise ValueError(f"heads: expected a divisor of width={self.width}, got {heads}")
+        is_part("activation", activation, nn.Module)
         self.x_proj = nn.Linear(dim, self.width)
         self.y_proj = nn.Linear(dim, self.width)
         self.conv = ShortConv(self.width, taps, bias=True, silu=False)

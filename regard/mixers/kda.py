@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.gates import bounded_decay, softplus_decay, step_bias
+from regard.masks.checks import is_part
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
 from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
@@ -87,6 +88,7 @@ class KimiDeltaAttention(DeltaRuleLayer):
         gates: KDAGates | None = None,
     ) -> None:
         super().__init__(dim, heads, key_heads, key_dim, value_dim, taps, beta_max)
+        is_part("gates", gates, KDAGates)
         gates = KDAGates(decay_rank=self.value_dim, gate_rank=self.value_dim) if gates is None else gates
         keys, values = heads * self.key_dim, heads * self.value_dim
         rates = torch.ones(heads) if gates.low is not None else torch.empty(heads).uniform_(1.0, 16.0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard.caches import StateCache
 from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
 from regard.masks import Mask
-from regard.masks.checks import describe, whole
+from regard.masks.checks import describe, is_factory, whole
 from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
@@ -85,6 +85,7 @@ class _Kernel(nn.Module):
         if eps is not None and not SMALLEST <= eps < float("inf"):
             raise ValueError(f"eps: expected a number >= {SMALLEST:.3g}, or None for no division, got {eps}")
         self.eps = eps
+        is_factory("feature_map", feature_map)
         self.feature_map = feature_map(self.key_heads, self.key_dim)
         if not isinstance(self.feature_map, FeatureMap):
             raise TypeError(f"feature_map: expected a factory of a FeatureMap, got one of {describe(self.feature_map)}")
@@ -275,7 +276,7 @@ class LinearCrossAttention(_Kernel):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Room for the sums of a context; `capacity` and `dtype` change nothing: size and precision are fixed."""
-        return empty_states(self.state_shapes(), batch, self.k_proj.weight, device)
+        return empty_states(self, self.state_shapes(), batch, self.k_proj.weight, device)
 
     def _written(self, stream: Stream, values: Tensor) -> Tensor:
         k, v = self.key_features(stream.x), self.summed(values)
@@ -297,7 +298,7 @@ class LinearCrossAttention(_Kernel):
             raise ValueError(f"mask: expected None, the sums are over the whole context; got {describe(mask)}")
         if segments is not None:
             raise ValueError("segments: with a context they have no meaning; mask the context with keep")
-        check_cache(cache, self.state_shapes())
+        check_cache(self, cache, self.state_shapes())
         if context is None:
             if cache is None or not cache.length:
                 raise ValueError("context: expected the tokens to read, or a cache that holds their sums")

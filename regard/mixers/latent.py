@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from regard.caches import Held, LatentCache
 from regard.masks import Causal, Mask
-from regard.masks.checks import describe, whole
+from regard.masks.checks import describe, is_factory, is_part, whole
 from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
@@ -103,6 +103,7 @@ class LatentProjections:
     def __post_init__(self) -> None:
         if self.gate not in (None, "channel", "head"):
             raise ValueError(f"gate: expected 'channel', 'head' or None, got {self.gate!r}")
+        is_factory("norm", self.norm)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -149,8 +150,10 @@ class MultiHeadLatentAttention(nn.Module):
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
         if not isinstance(sizes, LatentSizes):
             raise TypeError(f"sizes: expected LatentSizes, got {describe(sizes)}")
-        if mask is not None and not isinstance(mask, Mask):
-            raise TypeError(f"mask: expected a Mask or None, got {describe(mask)}")
+        is_part("projections", projections, LatentProjections)
+        is_part("scores", scores, Scores)
+        is_part("mask", mask, Mask)
+        is_part("rotary", rotary, Rotary)
         if rotary is not None and rotary.dim > sizes.rope_dim:
             raise ValueError(f"rotary: expected at most rope_dim={sizes.rope_dim} channels, got {rotary.dim}")
         p = projections or LatentProjections()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.gates import softplus_step, step_bias
-from regard.masks.checks import whole
+from regard.masks.checks import is_factory, is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import MambaShell, RMSNorm, ShortConv, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype
@@ -61,6 +61,9 @@ class Mamba(RecurrentLayer):
         self.dim, self.state_dim = whole("dim", dim, 1), whole("state_dim", state_dim, 1)
         self.width = 2 * dim if width is None else whole("width", width, 1)
         self.rank = -(-dim // 16) if rank is None else whole("rank", rank, 1)
+        is_part("shell", shell, MambaShell)
+        if norm is not None:
+            is_factory("norm", norm)
         p = shell or MambaShell()
         self.in_proj = nn.Linear(dim, 2 * self.width, bias=p.bias)
         self.conv = ShortConv(self.width, p.taps, bias=p.conv_bias)

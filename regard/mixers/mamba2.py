@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.gates import softplus_step, step_bias, step_decay
-from regard.masks.checks import whole
+from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, MambaShell, ShortConv, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
@@ -82,6 +82,7 @@ class Mamba2(RecurrentLayer):
             raise ValueError(f"groups: expected a divisor of heads={heads}, got {groups}")
         softplus_step(torch.zeros(0), limits=limits)  # refuses limits that it could not use
         self.limits, self.bidirectional = limits, bidirectional
+        is_part("shell", shell, MambaShell)
         p = shell or MambaShell()
         self.width = heads * self.head_dim
         channels = self.width + 2 * groups * state_dim

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.biases import RelativeBuckets
 from regard.caches import Held
 from regard.masks import KeyPadding, Mask, Segments, as_mask
-from regard.masks.checks import whole
+from regard.masks.checks import is_factory, whole
 from regard.mixers.recurrent import Stream
 
 __all__ = [
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
         normed = F.rms_norm(wide, (x.shape[-1],), eps=self.eps)
         if self.unit_offset:
             return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
-        return (normed.to(x.dtype) * self.weight).to(x.dtype)
+        return (normed.to(torch.promote_types(x.dtype, self.weight.dtype)) * self.weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}" + (", unit_offset=True" if self.unit_offset else "")
@@ -104,7 +104,7 @@ class ShortConv(nn.Module):
     """A causal depthwise convolution of a few taps as a part of a recurrent layer, with SiLU after it or nothing.
 
     ``weight`` is (channels, taps), the last tap the current token's; ``bias`` (channels,). Its state is the last
-    ``taps - 1`` inputs.
+    ``taps - 1`` inputs. A weight wider than the tokens widens them: the result is rounded once, after the SiLU.
     """
 
     def __init__(self, channels: int, taps: int = 4, *, bias: bool = False, silu: bool = True) -> None:
@@ -121,8 +121,9 @@ class ShortConv(nn.Module):
 
     def forward(self, stream: Stream, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the convolved tokens (B, T, channels), the new tail)."""
-        y, tail = stream.conv(x, self.weight, self.bias, tail)
-        return F.silu(y) if self.silu else y, tail
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        y, tail = stream.conv(wide, self.weight, self.bias, tail)
+        return (F.silu(y) if self.silu else y).to(x.dtype), tail
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,8 @@ class Projections:
             raise ValueError(f"clip: expected a number > 0 or None, got {self.clip}")
         if self.context_dim is not None:
             whole("context_dim", self.context_dim, 1)
+        if self.norm is not None:
+            is_factory("norm", self.norm)
 
 
 @dataclass(frozen=True)

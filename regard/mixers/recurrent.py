@@ -206,7 +206,7 @@ class RecurrentLayer(nn.Module):
         """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
         if self.bidirectional:
             raise ValueError("bidirectional: a layer that reads later tokens cannot decode, so it has no cache")
-        return empty_states(self.state_shapes(), batch, next(self.parameters()), device)
+        return empty_states(self, self.state_shapes(), batch, next(self.parameters()), device)
 
     # ---- the steps of a call ---------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class RecurrentLayer(nn.Module):
             raise ValueError(f"{name}: expected None in a layer that reads later tokens, got {one}")
         if mask is not None and not isinstance(mask, Causal):
             raise ValueError(f"mask: expected None or Causal(): the past is in a state, got {describe(mask)}")
-        check_cache(cache, self.state_shapes())
+        check_cache(self, cache, self.state_shapes())
         sizes = (x.shape[0], x.shape[1], x.device)
         given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
         placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
@@ -248,21 +248,37 @@ class RecurrentLayer(nn.Module):
 
 
 def empty_states(
-    shapes: Mapping[str, tuple[int, ...]], batch: int, like: Tensor, device: torch.device | str | None
+    layer: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    batch: int,
+    like: Tensor,
+    device: torch.device | str | None,
 ) -> StateCache:
-    """States of zeros for `batch` rows, by their shapes without the batch axis, beside parameters such as `like`."""
+    """A layer's states of zeros for `batch` rows, by their shapes without the batch axis; `like` is a parameter."""
     kind, place = compute_dtype(like), device or like.device
     rows = whole("batch", batch, 0)
     states = {name: torch.zeros((rows, *shape), dtype=kind, device=place) for name, shape in shapes.items()}
-    return StateCache(batch, states, place)
+    cache = StateCache(batch, states, place)
+    cache.makers = _lineage(layer)
+    return cache
 
 
-def check_cache(cache: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise unless `cache` is None or holds states of these shapes."""
+def _lineage(layer: nn.Module) -> tuple[str, ...]:
+    return tuple(kind.__name__ for kind in type(layer).__mro__)
+
+
+def check_cache(layer: nn.Module, cache: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless `cache` is None or holds states of these shapes, made by a layer of this class.
+
+    A class and one derived from it pass for the same: parametrisations and wrappers derive theirs on the fly.
+    """
     if cache is not None and not isinstance(cache, StateCache):
         raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
     if cache is not None and {name: tuple(t.shape[1:]) for name, t in cache.states.items()} != shapes:
         raise ValueError(f"cache: it was made for states of other shapes than {shapes}")
+    own = type(layer).__name__
+    if cache is not None and cache.makers and own not in cache.makers and cache.makers[0] not in _lineage(layer):
+        raise ValueError(f"cache: it was made by a {cache.makers[0]}, whose states mean something else to a {own}")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

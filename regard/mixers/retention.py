@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.gates import fixed_slopes, retention_slopes
-from regard.masks.checks import whole
+from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
@@ -73,6 +73,7 @@ class Retention(RecurrentLayer):
         self.value_dim = whole("value_dim", 2 * dim // heads if value_dim is None else value_dim, 1)
         with torch.device("cpu"):
             self.slopes = fixed_slopes(retention_slopes(heads) if slopes is None else slopes, heads)
+        is_part("rotary", rotary, Rotary, bool)
         if rotary is True and self.key_dim % 2:
             raise ValueError(f"key_dim: expected an even number of channels to rotate, got {self.key_dim}")
         self.rotary = (retention_rotary(self.key_dim) if rotary else None) if isinstance(rotary, bool) else rotary

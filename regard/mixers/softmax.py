@@ -18,7 +18,7 @@ from regard.biases import Alibi, Bias
 from regard.caches import Held, KVCache, WindowCache
 from regard.masks import Causal, Mask, Window
 from regard.masks.base import reach
-from regard.masks.checks import describe, whole
+from regard.masks.checks import describe, is_part, whole
 from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
@@ -75,8 +75,10 @@ class MultiHeadAttention(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"heads: expected a divisor of dim={dim}, got {heads} (or give head_dim)")
         self.head_dim = dim // heads if head_dim is None else whole("head_dim", head_dim, 1)
-        if mask is not None and not isinstance(mask, Mask):
-            raise TypeError(f"mask: expected a Mask or None, got {describe(mask)}")
+        is_part("projections", projections, Projections)
+        is_part("scores", scores, Scores)
+        is_part("mask", mask, Mask)
+        is_part("rotary", rotary, Rotary)
         if bias is not None and not isinstance(bias, (Bias, nn.Module)):
             raise TypeError(f"bias: expected a Bias, a module that gives one, or None, got {describe(bias)}")
         p = self.projections = projections or Projections()

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import CheckpointError
-from regard.models.files import SafetensorsSource, Source, read_json, replacing
+from regard.models.files import SafetensorsSource, Source, is_file, is_folder, read_json, replacing
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
 from regard.models.tables import Derived, Row, part_of, parts_of, whole_name
@@ -39,15 +40,16 @@ def load(
     tensor that the family's layout does not know is an error, unless the layout lists it with a reason.
 
     Args:
-        dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF).
+        dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF). The few that a family keeps
+            in float32 beside float16 or bfloat16 (rates of decay, corrections of experts' scores) stay so.
         device: where the parameters go; default the CPU. A tensor that needs no conversion stays mapped from its file.
         progress: called with the number of tensors read and their total.
 
     Raises:
         FileNotFoundError: where there is no such file or folder.
-        CheckpointError: for a damaged file, an unknown family or option, and for tensors that are missing, unused,
-            misshapen, of numbers that no parameter has (integers, booleans, complex numbers, 8-bit floats),
-            or tied by the options but different in the file; the text lists them.
+        CheckpointError: for a damaged file, one that may not be read, an unknown family or option, and for tensors that
+            are missing, unused, misshapen, of numbers that no parameter has (integers, booleans, complex numbers, 8-bit
+            floats), or tied by the options but different in the file; the text lists them.
         TypeError, ValueError: for an argument of a wrong kind, a ``dtype`` that is not one of float16, bfloat16,
             float32, float64, and a ``device`` that torch does not know.
 
@@ -58,9 +60,9 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}; accepted: {_DTYPE_NAMES}, or None for the checkpoint's own")
     path, device = _path("path", path), _device(device)
-    if path.is_dir():
+    if is_folder(path):
         return _load_folder(path, dtype, device, progress)
-    if not path.is_file():
+    if not is_file(path):
         raise FileNotFoundError(f"{path}: no such file or folder; accepted: a folder with config.json, or a .gguf file")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: accepted: a folder with config.json, or a .gguf file")
@@ -86,20 +88,20 @@ def _device(device: object) -> torch.device:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> Model:
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
     config = read_json(folder / "config.json")
     layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
     extras = {
-        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if (folder / n).is_file()
+        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if is_file(folder / n)
     }
     tokenizer_file = folder / "tokenizer.json"
     origin = Origin(
         layout=layout,
         config=config,
         tokenizer=Tokenizer.from_file(tokenizer_file, extras.get("tokenizer_config.json", {}))
-        if tokenizer_file.is_file()
+        if is_file(tokenizer_file)
         else "the folder has no tokenizer.json",
         end_ids=_end_ids(config, extras.get("generation_config.json", {}), str(folder)),
         extras=extras,
@@ -185,15 +187,16 @@ def _fill(
         model = plan.make()
     model.origin = origin
     names = _check(plan, model, origin.layout, source)
+    dtypes = partial(_dtype_of, model, origin.layout, dtype)
     for done, row in enumerate(plan.rows):
         name = names.get(row.stored, row.stored)
         copied = any(own != whole_name(own) for own in row.own)
         tensor = source.read_once(name) if copied else source.read(name)
         for own, part in zip(row.own, row.reshape.split(tensor), strict=True):
             if copied:
-                part_of(_storage(model, whole_name(own), dtype, device), own).copy_(part)
+                part_of(_storage(model, whole_name(own), dtypes, device), own).copy_(part)
                 continue
-            placed = part.to(device=device, dtype=_dtype_of(model, own, dtype))
+            placed = part.to(device=device, dtype=dtypes(own))
             mapped = source.mapped and placed.data_ptr() == part.data_ptr()
             _place(model, own, placed if mapped else _laid_out(placed))
         if progress is not None:
@@ -201,17 +204,21 @@ def _fill(
     return model.eval()
 
 
-def _dtype_of(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """A buffer, which nobody trains by gradients, decides something by its size: it stays in at least float32."""
+def _dtype_of(model: nn.Module, layout: Layout, dtype: torch.dtype, name: str) -> torch.dtype:
+    """The dtype of one tensor: at least float32 for those that the family keeps so, and for every buffer.
+
+    A buffer, which nobody trains by gradients, decides something by its size.
+    """
     parent, _, leaf = name.rpartition(".")
-    return torch.promote_types(dtype, torch.float32) if leaf in model.get_submodule(parent)._buffers else dtype
+    buffer = leaf in model.get_submodule(parent)._buffers
+    return torch.promote_types(dtype, torch.float32) if buffer else layout.dtype_of(name, dtype)
 
 
-def _storage(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _storage(model: nn.Module, name: str, dtypes: Callable[[str], torch.dtype], device: torch.device) -> Tensor:
     """The memory of a parameter that is filled part by part."""
     tensor = model.get_parameter(name)
     if tensor.is_meta:
-        _place(model, name, torch.empty(tensor.shape, dtype=dtype, device=device))
+        _place(model, name, torch.empty(tensor.shape, dtype=dtypes(name), device=device))
     return model.get_parameter(name).data
 
 

@@ -164,15 +164,18 @@ class Config:
         self.most = most or {}
         self.values: dict[str, Any] = {}
         self._read: set[str] = set()
+        self._spelled: dict[str, str] = {}  # names as the file writes them
         for name, value in values.items():
             proper = (synonyms or {}).get(name, name)
             if proper in self.values and self.values[proper] != value:
                 raise CheckpointError(f"{source}: {name}={value!r} contradicts {proper}={self.values[proper]!r}")
             self.values[proper] = value
+            self._spelled[proper] = name
 
     def error(self, name: str, value: object, accepted: str) -> CheckpointError:
         """A refusal of one option that names it, what came and what is accepted."""
-        return CheckpointError(f"{self.source}: {name}={value!r} is not supported; accepted: {accepted}")
+        spelled = self._spelled.get(name, name)
+        return CheckpointError(f"{self.source}: {spelled}={value!r} is not supported; accepted: {accepted}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value, ``null`` included; ``default`` only where the option is absent."""

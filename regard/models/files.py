@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from regard.errors import CheckpointError
 
-__all__ = ["Source", "SafetensorsSource", "read_json", "replacing"]
+__all__ = ["SafetensorsSource", "Source", "check_readable", "is_file", "is_folder", "read_json", "replacing"]
 
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 """The kinds of numbers, as safetensors spells them, that a parameter may have."""
 PASSING = 2**24  # bytes
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+"""How the names of files end that hold weights and are never opened."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -45,15 +48,48 @@ class Source(Protocol):
         ...
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read ({error.strerror or error})")
+
+
+def _is(kind: Callable[[int], bool], path: Path) -> bool:
+    try:
+        return kind(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # no system has a file whose name holds a zero
+        return False
+    except OSError as e:
+        raise _unreadable(path, e) from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; CheckpointError where the system does not let that be known."""
+    return _is(stat.S_ISREG, path)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; CheckpointError where the system does not let that be known."""
+    return _is(stat.S_ISDIR, path)
+
+
+def check_readable(path: Path) -> None:
+    """Raises CheckpointError where the system does not let a file be read, for want of permission say."""
+    try:
+        path.open("rb").close()
+    except OSError as e:
+        raise _unreadable(path, e) from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object.
 
     Raises:
-        CheckpointError: where it does not.
+        CheckpointError: where it does not, and where it cannot be read.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise _unreadable(path, e) from None
+    except (UnicodeDecodeError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not a readable JSON file ({e})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}; accepted: one JSON object")
@@ -66,9 +102,8 @@ class SafetensorsSource:
     Tensors are mapped from the file, so a folder larger than memory opens at once and pages come as they are used.
 
     Raises:
-        CheckpointError: for a folder with neither file, a shard that is absent, outside the folder or damaged, and an
-        index
-            that does not say what the shards hold.
+        CheckpointError: for a folder with neither file, a shard that is absent, outside the folder, damaged or not to
+            be read, and an index that does not say what the shards hold.
     """
 
     mapped = True
@@ -79,28 +114,19 @@ class SafetensorsSource:
         self._passed = 0  # bytes read through it
         self._open_files: dict[str, Any] = {}
         self._shard: dict[str, str] = {}
-        if (folder / SINGLE).is_file():
+        if is_file(folder / SINGLE):
             self.where = str(folder / SINGLE)
             self._shard = dict.fromkeys(self._open(folder, SINGLE).keys(), SINGLE)
-        elif (folder / INDEX).is_file():
+        elif is_file(folder / INDEX):
             self.where = str(folder / INDEX)
             self._read_index(folder, read_json(folder / INDEX))
         else:
-            other = sorted(
-                p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-            )
+            other = sorted(name for name in _names(folder) if Path(name).suffix in PICKLED)
             found = f"; found {', '.join(other)}, which are never opened" if other else ""
             raise CheckpointError(f"{folder}: no weights; accepted: {SINGLE}, or {INDEX} with its shards{found}")
 
     def _open(self, folder: Path, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            file: Any = safe_open(str(folder / name), framework="pt")
-            file.keys()
-        except (SafetensorError, OSError, ValueError) as e:
-            raise CheckpointError(f"{folder / name}: damaged or not a safetensors file ({e})") from None
-        self._open_files[name] = file
+        self._open_files[name] = file = _opened(folder / name)
         return file
 
     def _read_index(self, folder: Path, index: Mapping[str, Any]) -> None:
@@ -114,7 +140,7 @@ class SafetensorsSource:
                     f"{self.where}: names the shard {shard!r}; accepted: plain file names in the folder"
                 )
         for shard in shards:
-            if not (folder / shard).is_file():
+            if not is_file(folder / shard):
                 raise CheckpointError(f"{self.where}: names the shard {shard!r}, which is absent from {folder}")
             held = set(self._open(folder, shard).keys())
             named = {name for name, s in table.items() if s == shard}
@@ -133,24 +159,44 @@ class SafetensorsSource:
         return {name: kind for name, kind in kinds.items() if kind not in FLOATING}
 
     def read(self, name: str) -> Tensor:
+        return self._read(self._open_files[self._shard[name]], name)
+
+    def _read(self, file: Any, name: str) -> Tensor:
         from safetensors import SafetensorError
 
         try:
-            tensor: Tensor = self._open_files[self._shard[name]].get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as e:
             raise CheckpointError(f"{self.where}: {name} cannot be read ({e})") from None
         return tensor
 
     def read_once(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
         shard = self._shard[name]
         if self._passing is None or self._passing[0] != shard or self._passed > PASSING:
             self._passing = None  # the pages that it has touched go with it
-            self._passing, self._passed = (shard, safe_open(str(self._folder / shard), framework="pt")), 0
-        tensor: Tensor = self._passing[1].get_tensor(name)
+            self._passing, self._passed = (shard, _opened(self._folder / shard)), 0
+        tensor = self._read(self._passing[1], name)
         self._passed += tensor.nbytes
         return tensor
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    check_readable(path)  # safetensors says of such a file that there is none
+    try:
+        file: Any = safe_open(str(path), framework="pt")
+        file.keys()
+    except (SafetensorError, OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: damaged or not a safetensors file ({e})") from None
+    return file
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as e:
+        raise _unreadable(folder, e) from None
 
 
 _TEMPORARY = re.compile(r"\..+\.(json|safetensors)\.\d+\.tmp")

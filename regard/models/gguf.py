@@ -18,6 +18,7 @@ from torch import Tensor
 
 from regard.errors import CheckpointError
 from regard.models.config import Config, naming
+from regard.models.files import check_readable
 from regard.models.layouts import LAYOUTS, Plan
 from regard.models.layouts.base import bounds
 from regard.models.model import Origin
@@ -96,6 +97,7 @@ class GGUFSource:
         import numpy as np
 
         self.where = str(path)
+        check_readable(path)
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path}: is empty; accepted: a GGUF file")
         self._data = np.memmap(path, mode="r")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature={self.temperature!r}; accepted: 0 (greedy) or a positive number")
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
@@ -71,7 +71,9 @@ class Chooser:
         """Token ids ``(B,)`` from logits ``(B, vocabulary)``."""
         if not self.how.temperature:
             return logits.argmax(-1)
-        scores = logits.double() / self.how.temperature
+        logits = logits.double()
+        top = logits.amax(-1, keepdim=True)  # subtracted first: the quotient of a tiny temperature may only be -inf
+        scores = torch.where(logits == top, 0.0, (logits - top) / self.how.temperature)
         kept = scores.shape[-1] if self.how.top_k is None else min(self.how.top_k, scores.shape[-1])
         scores, order = (
             scores.topk(kept, dim=-1) if kept < scores.shape[-1] else scores.sort(dim=-1, descending=True, stable=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import CheckpointError
+from regard.models.files import check_readable
 
 __all__ = ["TextStream", "Tokenizer"]
 
@@ -34,6 +35,7 @@ class Tokenizer:
         """
         from tokenizers import Tokenizer as Backend
 
+        check_readable(path)
         try:
             backend = Backend.from_file(str(path))
         except Exception as e:  # the package raises bare Exception

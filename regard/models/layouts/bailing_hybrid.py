@@ -30,13 +30,15 @@ def _bailing_hybrid(c: Config, has: Callable[[str], bool]) -> Plan:
     )
     c.only("tie_word_embeddings", (False, None))
     act, eps = silu_of(c), c.number("rms_norm_eps", 1e-6, least=0.0)
-    low = c.number("kda_lower_bound", -5.0)
+    low, bounded = c.number("kda_lower_bound", -5.0), c.flag("kda_safe_gate", True)
+    if bounded and low >= 0:
+        raise c.error("kda_lower_bound", low, "a number below 0 (nats per token) with kda_safe_gate")
     delta = Delta(
         dim,
         c.count("linear_num_heads", heads),
         c.count("linear_head_dim", c.count("head_dim", 128)),
         c.count("linear_conv_kernel_dim", c.count("short_conv_kernel_size", 4)),
-        KDAGates(low=low if c.flag("kda_safe_gate", True) else None, eps=eps),
+        KDAGates(low=low if bounded else None, eps=eps),
     )
     rotary = interleaved(rotary_from_config(c, c.count("qk_rope_head_dim", 64), base=6e6))
     latent = read_latent(c, dim=dim, heads=heads, gate="head", rotary=rotary)
@@ -71,4 +73,5 @@ BAILING_HYBRID = Layout(
     ignored=(Ignored("model.layers.42.*", SEVERAL),),
     synonyms=SYNONYMS | {"num_mtp_layers": "num_nextn_predict_layers"},
     inert=frozenset({"model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "qk_head_dim"}),
+    wide=("*.mixer.A_log", "*.mixer.dt_bias", "*.mixer.conv.weight"),
 )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
+
+import torch
 
 from regard.models.config import SIZE, Config, naming
 from regard.models.model import Model
@@ -47,6 +50,8 @@ class Layout:
         ignored: tensors that may stand unused, with reasons.
         synonyms: other spellings of options.
         inert: further options of the family that change nothing.
+        wide: own names, as patterns, of parameters that stay in float32 in a model of float16 or bfloat16.
+        wide_in_float16: further ones that do in a model of float16.
     """
 
     model_type: str
@@ -58,6 +63,14 @@ class Layout:
     ignored: tuple[Ignored, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
+    wide: tuple[str, ...] = ()
+    wide_in_float16: tuple[str, ...] = ()
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the parameter of that own name in a model of `dtype`."""
+        wide = self.wide + (self.wide_in_float16 if dtype == torch.float16 else ())
+        kept = any(fnmatchcase(name, pattern) for pattern in wide)
+        return torch.promote_types(dtype, torch.float32) if kept else dtype
 
     def read(
         self,

@@ -62,13 +62,11 @@ def _deepseek_v2(c: Config, has: Callable[[str], bool]) -> Plan:
     c.only("scoring_func", ("softmax", None))
     c.only("norm_topk_prob", (False, None), "this family's experts keep their scores")
     grouped = METHODS[c.name("topk_method", "greedy", METHODS)]
-    groups = (c.count("n_group", 1), c.count("topk_group", 1)) if grouped else (1, 1)
-    if not grouped:
-        c.get("n_group"), c.get("topk_group")
+    c.get("n_group"), c.get("topk_group")  # stated even where nothing is grouped
     factor, routing = c.number("routed_scaling_factor", 1.0), None
     if c.get("n_routed_experts", 64) is not None:
-        rule = {"factor": factor, "groups": groups[0], "open_groups": groups[1]}
-        routing = routing_of(c, "n_routed_experts", 64, 0, **rule)
+        groups = {"n_group": 1, "topk_group": 1} if grouped else None
+        routing = routing_of(c, "n_routed_experts", 64, 0, groups=groups, factor=factor)
     sizes = {"vocab": c.count("vocab_size", 102400), "layers": c.count("num_hidden_layers", 32)}
     return deepseek_plan(c, latent, routing, **sizes, dense=0, shared=2, hidden=11008, expert=1407)
 

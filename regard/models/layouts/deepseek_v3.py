@@ -35,8 +35,7 @@ def _deepseek_v3(c: Config, has: Callable[[str], bool]) -> Plan:
         normalized=c.flag("norm_topk_prob", True),
         factor=c.number("routed_scaling_factor", 2.5),
         corrected=True,
-        groups=c.count("n_group", 8),
-        open_groups=c.count("topk_group", 4),
+        groups={"n_group": 8, "topk_group": 4},
     )
     sizes = {"vocab": c.count("vocab_size", 129280), "layers": c.count("num_hidden_layers", 61)}
     return deepseek_plan(c, latent, routing, **sizes, dense=3, shared=1, hidden=18432, expert=2048)

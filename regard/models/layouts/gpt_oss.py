@@ -124,4 +124,5 @@ GPT_OSS = Layout(
     ignored=(ROTARY_BUFFER,),
     synonyms={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     inert=frozenset({"initial_context_length"}),
+    wide_in_float16=("*norm.weight",),
 )

@@ -88,8 +88,7 @@ def experts_of(c: Config, experts: int, *, factor: float, groups: int, open_grou
         normalized=c.flag("moe_renormalize", True),
         factor=c.number("routed_scaling_factor", factor),
         corrected=True,
-        groups=c.count("num_expert_group", groups),
-        open_groups=c.count("topk_group", open_groups),
+        groups={"num_expert_group": groups, "topk_group": open_groups},
     )
 
 

@@ -70,6 +70,9 @@ def _mamba2(c: Config, has: Callable[[str], bool]) -> Plan:
     heads, head_dim, expand_by = c.count("num_heads", 128), c.count("head_dim", 64), c.amount("expand", 2)
     if heads * head_dim != int(expand_by * dim):
         raise c.error("head_dim", head_dim, f"expand * hidden_size / num_heads = {expand_by * dim / heads:g}")
+    groups = c.count("n_groups", 8)
+    if heads % groups:
+        raise c.error("n_groups", groups, f"a divisor of num_heads={heads}")
     c.only("hidden_act", ("silu", "swish"), "the convolution's activation")
     c.only("rms_norm", (True,), "the gated norm")
     eps, tied = c.number("layer_norm_epsilon", 1e-5, least=0.0), c.flag("tie_word_embeddings", False)
@@ -85,7 +88,7 @@ def _mamba2(c: Config, has: Callable[[str], bool]) -> Plan:
         heads,
         head_dim=head_dim,
         state_dim=c.count("state_size", 128),
-        groups=c.count("n_groups", 8),
+        groups=groups,
         limits=_limits(c),
         shell=shell,
     )

@@ -102,12 +102,29 @@ class Experts:
         return same(found)
 
 
-def routing_of(c: Config, option: str, experts: int, chosen: int, **rule: Any) -> Routing:
-    """The routing that the options state, with a family's own rule and defaults; `option` names their number."""
+def routing_of(
+    c: Config, option: str, experts: int, chosen: int, *, groups: Mapping[str, int] | None = None, **rule: Any
+) -> Routing:
+    """The routing that the options state, with a family's own rule and defaults; `option` names their number.
+
+    `groups` has two options with their defaults: the number of groups, and of those that are open to a token.
+    """
     experts, chosen = c.count(option, experts), c.count("num_experts_per_tok", chosen)
     if chosen > experts:
         raise c.error("num_experts_per_tok", chosen, f"at most {option}={experts}")
-    return Routing(experts, chosen, **rule)
+    if groups is None:
+        return Routing(experts, chosen, **rule)
+    (all_of, parts), (some_of, opened) = ((name, c.count(name, default)) for name, default in groups.items())
+    if experts % parts:
+        raise c.error(all_of, parts, f"a divisor of {option}={experts}")
+    if opened > parts:
+        raise c.error(some_of, opened, f"at most {all_of}={parts}")
+    most = experts // parts * opened
+    if chosen > most:
+        raise c.error(
+            "num_experts_per_tok", chosen, f"at most {most}, the experts in {some_of}={opened} of {parts} groups"
+        )
+    return Routing(experts, chosen, groups=parts, open_groups=opened, **rule)
 
 
 def silu_of(c: Config, where: str = "the convolutions") -> str:

@@ -88,6 +88,7 @@ struct Reader<bf16, Bfloat16> {
 template <class In, class Op>
 REGARD_INLINE vf read_words(const In *p, long elements) {
   if (elements >= kLanes * Op::per_word) return Reader<In, Op>::words(p);
+  if (elements < 1) return vf{};
   return Reader<In, Op>::words(p, elements);
 }
 

@@ -79,9 +79,11 @@ REGARD_INLINE bf16 to_bf16(float x) {
   return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// The first `count` lanes alone, all of them where there are more: reading leaves zeros in the others.
+// The first `count` lanes alone, all of them where there are more, none where it is below 1: reading leaves zeros in the
+// others.
 REGARD_INLINE vf load_some(const float *p, long count) {
   if (count >= kLanes) return load(p);
+  if (count < 1) return vf{};
 #if defined(__AVX512F__)
   return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), p);
 #else
@@ -92,6 +94,7 @@ REGARD_INLINE vf load_some(const float *p, long count) {
 }
 REGARD_INLINE vh load_some(const bf16 *p, long count) {
   if (count >= kLanes) return *(const vh_any *)p;
+  if (count < 1) return vh{};
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return (vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), p);
 #else
@@ -102,6 +105,7 @@ REGARD_INLINE vh load_some(const bf16 *p, long count) {
 }
 REGARD_INLINE void store_some(float *p, vf x, long count) {
   if (count >= kLanes) return store(p, x);
+  if (count < 1) return;
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(p, (__mmask16)((1u << count) - 1), (__m512)x);
 #else
@@ -116,6 +120,7 @@ REGARD_INLINE void store_some(bf16 *p, vf x, long count) {
     *(vh_any *)p = halves;
     return;
   }
+  if (count < 1) return;
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   _mm256_mask_storeu_epi16(p, (__mmask16)((1u << count) - 1), (__m256i)halves);
 #else

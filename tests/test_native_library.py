@@ -1,6 +1,7 @@
 """The native kernels in torch and in a process: derivatives, compilation, the shared library."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -198,6 +199,20 @@ def test_a_missing_or_broken_library_is_said(tmp_path):
     for path in (tmp_path / "libregard.so.1", tmp_path / "nothing.so"):
         told = child(code, REGARD_LIBRARY=str(path))
         assert "native" in told and "the kernels could not be loaded" in told and "runs it" in told
+
+
+@needs_native
+@pytest.mark.skipif(platform.system() != "Linux", reason="of the ELF format")
+def test_a_library_that_is_cut_off_or_another_is_said(tmp_path):
+    """Loading a file that ends too early would end the process."""
+    code = "import torch, regard; q = torch.randn(1, 2, 5, 8); print(regard.explain(q, q, q))"
+    whole = Path(library.LIBRARY._name).read_bytes()
+    for size in (50, 100, 1000, len(whole) // 2, len(whole) - 100):
+        (tmp_path / "cut.so").write_bytes(whole[:size])
+        told = child(code, REGARD_LIBRARY=str(tmp_path / "cut.so"))
+        assert "are cut off" in told or "could not be loaded" in told, size
+    other = next(path for path in Path(torch.__file__).parent.joinpath("lib").glob("libc10.so*"))
+    assert "is not the library of the kernels" in child(code, REGARD_LIBRARY=str(other))
 
 
 def test_the_gradient_of_a_bias_in_low_precision():

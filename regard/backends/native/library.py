@@ -108,23 +108,46 @@ def _find() -> Path | None:
     return next((path for folder in folders if (path := Path(folder) / NAME).exists()), None)
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a file in the ELF format is as long as its header says; loading one that is not would end the process."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+            size = file.seek(0, os.SEEK_END)
+    except OSError:
+        return True  # the loader says what is the matter
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+        return len(head) == 64 or not head.startswith(b"\x7fELF")
+    (offset,), (entry, count) = struct.unpack_from("=Q", head, 40), struct.unpack_from("=HH", head, 58)
+    whole: bool = offset + entry * count <= size
+    return whole
+
+
+_EXPORTS = ("regard_isa", "regard_error", "regard_struct_size", "regard_large_pages", "regard_attention_forward")
+
+
 def _load() -> tuple[Any, str | None]:
     """(the library, None) or (None, why there is none)."""
     path = _find()
     if path is None:
         return None, "the kernels were not built: the package holds no libregard.so.1 (installing needs a C++ compiler)"
+    if not _is_whole(path):
+        return None, f"the kernels in {path} are cut off: install the package again"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"the kernels could not be loaded: {error}"
+    if not all(hasattr(library, name) for name in _EXPORTS):
+        return (
+            None,
+            f"{path} is not the library of the kernels, or was built from other sources: install the package again",
+        )
     library.regard_isa.restype = ctypes.c_char_p
     library.regard_error.restype = ctypes.c_char_p
     library.regard_struct_size.restype = ctypes.c_int64
     for which, size in enumerate((CALL.size + OPTIONS.size, GRAD.size, *(record.size for record in _RECORDS))):
         if library.regard_struct_size(which) != size:
             return None, f"the kernels in {path} were built from other sources: install the package again"
-    if not hasattr(library, "regard_large_pages"):
-        return None, f"the kernels in {path} were built from other sources: install the package again"
     library.regard_large_pages.restype = None
     if library.regard_isa() is None:
         return None, f"REGARD_ISA={os.environ.get('REGARD_ISA')!r} names no instruction set"

@@ -165,14 +165,12 @@ class _Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(chosen)
-        if hidden or chosen.device.type == "meta":
+        if hidden or chosen.device.type == "meta" or not chosen.numel():
             return self.through_all(x, weights, chosen)
         if all_are_cheaper(self.down_proj, chosen):
             out = self.joined(*by_share(self.inner(x), weights, chosen))
             if is_finite(out):  # or an expert that nobody asked for may have overflowed
                 return out
-        if not chosen.numel():
-            return torch.zeros_like(x)
         places = chosen.flatten().argsort(stable=True)  # a place is a token and one of its choices
         counts = chosen.flatten().bincount().tolist()
         tokens = x[places // chosen.shape[1]]

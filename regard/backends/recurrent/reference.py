@@ -42,7 +42,7 @@ def run(call: StateCall) -> tuple[Tensor, Tensor]:
 
 
 def _opened(state: Tensor, starts: Tensor | None, t: int) -> Tensor:
-    """The state that token t reads: 0 in rows where it opens a segment."""
+    """What token t reads of the state (decayed): 0 in rows where it opens a segment, whatever was before."""
     if starts is None:
         return state
     return torch.where(starts[:, t].view(-1, *[1] * (state.ndim - 1)), 0.0, state)
@@ -57,10 +57,10 @@ def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     beta = None if call.beta is None else call.beta.to(dtype)
     outs = []
     for t in range(tokens):
-        state = _opened(state, call.starts, t)
         if decay is not None:
             now = decay if decay.ndim == 1 else decay[:, :, t]
             state = torch.exp(now[..., None] if decay.ndim == 4 else now[..., None, None]) * state
+        state = _opened(state, call.starts, t)
         key, value = k[:, :, t, :, None], v[:, :, t, None, :]
         if beta is not None:
             value = beta[:, :, t, None, None] * (value - (key * state).sum(-2, keepdim=True))
@@ -76,7 +76,7 @@ def _scan(call: ScanCall) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(x.shape[1]):
         a = torch.exp(log_a[:, t if log_a.shape[1] > 1 else 0])
-        state = a * _opened(state, call.starts, t) + x[:, t]
+        state = _opened(a * state, call.starts, t) + x[:, t]
         outs.append(state)
     return torch.stack(outs, 1) if outs else x, state
 
@@ -87,7 +87,7 @@ def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(x.shape[1]):
         step = dt[:, t, :, None]
-        state = torch.exp(step * A) * _opened(state, call.starts, t) + step * x[:, t, :, None] * B[:, t, None, :]
+        state = _opened(torch.exp(step * A) * state, call.starts, t) + step * x[:, t, :, None] * B[:, t, None, :]
         outs.append((state * C[:, t, None, :]).sum(-1))
     out = torch.stack(outs, 1) if outs else x
     return out if call.D is None else out + call.D.to(dtype) * x, state

@@ -57,7 +57,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     They are `recurrence`, `scan` and `short_conv`. Softmax attention beside such layers goes to `regard.attention`,
     where the model asks its configuration for an attention function, and experts so few and small that sorting tokens
     costs more than all of them are computed at once. Weights, caches and results stay (logits to rounding), training
-    included. Single steps of Mamba-2 stay with transformers, whose state is updated in place.
+    included. Single steps of Mamba-2 stay with transformers, whose state is updated in place. Documents packed by
+    ``cu_seq_lens_q`` stay apart where a layer of transformers passes their borders on (Gated DeltaNet's does, KDA's not).
 
     Args:
         model: a transformers model, or any module that holds such layers.

@@ -120,15 +120,25 @@ def all_are_cheaper(down_proj: Tensor, chosen: Tensor) -> bool:
     """Whether all of E experts for N tokens cost less than sorting tokens by the k experts that each chose (N, k).
 
     What counts is multiply-adds by one matrix (E, n, m) that would be for nothing; few tokens wait for memory instead.
+    Not where gradients are recorded: an expert that nobody asked for may overflow in these alone.
     """
     experts, rows, columns = down_proj.shape
-    return (experts - chosen.shape[1]) * rows * columns * max(len(chosen), 64) <= SPARED
+    return not torch.is_grad_enabled() and (experts - chosen.shape[1]) * rows * columns * max(len(chosen), 64) <= SPARED
 
 
-def by_share(inner: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden channels of all experts (N, E, hidden) times their weights for a token (N, E), which are returned too."""
+def by_share(inner: Tensor, weights: Tensor, chosen: Tensor, asked: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Hidden channels of all experts (N, E, hidden) times their weights for a token (N, E), which are returned too.
+
+    `asked` (N, E) says where there is a weight, so that no gradient of the others is formed.
+    """
     share = weights.new_zeros(inner.shape[:2]).scatter(1, chosen, weights)
-    return (inner * share[..., None]).to(inner.dtype), share.to(inner.dtype)
+    inner = (inner * share[..., None]).to(inner.dtype)
+    return inner if asked is None else _masked(inner, asked), share.to(inner.dtype)
+
+
+def _masked(x: Tensor, asked: Tensor | None) -> Tensor:
+    """x (N, E, ...) with 0 where nobody asked for the expert, or as it is."""
+    return x if asked is None else torch.where(asked[..., None], x, 0.0)
 
 
 def is_finite(x: Tensor) -> bool:
@@ -155,8 +165,8 @@ class _Experts(nn.Module):
         """What an expert makes of tokens (n, dim)."""
         raise NotImplementedError
 
-    def inner(self, x: Tensor) -> Tensor:
-        """The hidden channels of every expert for every token (N, dim): (N, E, hidden)."""
+    def inner(self, x: Tensor, asked: Tensor | None = None) -> Tensor:
+        """The hidden channels of every expert for every token (N, dim): (N, E, hidden); 0 where not asked for."""
         raise NotImplementedError
 
     def joined(self, inner: Tensor, share: Tensor) -> Tensor:
@@ -182,9 +192,8 @@ class _Experts(nn.Module):
 
     def through_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """The same with every expert computed for every token: O(E / k) times the work, and no choice is read."""
-        inner = self.inner(x)
-        asked = torch.zeros(inner.shape[:2], dtype=torch.bool, device=x.device).scatter(1, chosen, True)
-        return self.joined(*by_share(inner.masked_fill(~asked[..., None], 0.0), weights, chosen))
+        asked = torch.zeros(len(x), len(self.down_proj), dtype=torch.bool, device=x.device).scatter(1, chosen, True)
+        return self.joined(*by_share(self.inner(x, asked), weights, chosen, asked))
 
 
 class GatedExperts(_Experts):
@@ -206,10 +215,10 @@ class GatedExperts(_Experts):
         inner = self.act(F.linear(x, self.gate_proj[expert])) * F.linear(x, self.up_proj[expert])
         return F.linear(inner, self.down_proj[expert])
 
-    def inner(self, x: Tensor) -> Tensor:
-        gate, up = (F.linear(x, weight.flatten(0, 1)) for weight in (self.gate_proj, self.up_proj))
-        hidden: Tensor = self.act(gate) * up
-        hidden = hidden.unflatten(-1, self.gate_proj.shape[:2])
+    def inner(self, x: Tensor, asked: Tensor | None = None) -> Tensor:
+        shape = self.gate_proj.shape[:2]
+        gate, up = (F.linear(x, weight.flatten(0, 1)).unflatten(-1, shape) for weight in (self.gate_proj, self.up_proj))
+        hidden: Tensor = self.act(_masked(gate, asked)) * _masked(up, asked)
         return hidden
 
     def joined(self, inner: Tensor, share: Tensor) -> Tensor:
@@ -254,9 +263,10 @@ class StackedExperts(_Experts):
         hidden = self.act(torch.addmm(self.gate_up_proj_bias[expert], x, self.gate_up_proj[expert]))
         return torch.addmm(self.down_proj_bias[expert], hidden, self.down_proj[expert])
 
-    def inner(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.act(x @ self.gate_up_proj + self.gate_up_proj_bias[:, None])
-        return hidden.transpose(0, 1)
+    def inner(self, x: Tensor, asked: Tensor | None = None) -> Tensor:
+        both = (x @ self.gate_up_proj + self.gate_up_proj_bias[:, None]).transpose(0, 1)
+        hidden: Tensor = self.act(_masked(both, asked))
+        return hidden
 
     def joined(self, inner: Tensor, share: Tensor) -> Tensor:
         return torch.addmm(share @ self.down_proj_bias, inner.flatten(1), self.down_proj.flatten(0, 1))

@@ -58,7 +58,7 @@ def accelerate(model: nn.Module) -> Acceleration:
     where the model asks its configuration for an attention function, and experts so few and small that sorting tokens
     costs more than all of them are computed at once. Weights, caches and results stay (logits to rounding), training
     included. Single steps of Mamba-2 stay with transformers, whose state is updated in place. Documents packed by
-    ``cu_seq_lens_q`` stay apart where a layer of transformers passes their borders on (Gated DeltaNet's does, KDA's not).
+    ``cu_seq_lens_q`` stay apart where transformers' layer passes their borders on (Gated DeltaNet's does, KDA's not).
 
     Args:
         model: a transformers model, or any module that holds such layers.

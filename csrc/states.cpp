@@ -1,4 +1,5 @@
 // The kernels that carry a state, compiled once for each instruction set (REGARD_SET names it) from the same source.
+#include "convolution.inc"
 #include "recurrence_grad.inc"
 #include "scans.inc"
 #include "states.h"

@@ -47,7 +47,7 @@ else
 	else echo "check-neon: compiled, not run (there is no qemu-aarch64; on Debian: qemu-user)"; fi
 endif
 
-bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 15 minutes
+bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 20 minutes
 	@set -e; for name in attention recurrence acceleration hybrids machine smollm2 transformers; do \
 		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
 	$(BIN)/python benchmarks/bench_chunked.py 2

@@ -311,7 +311,7 @@ template <class In>
 struct Ahead {
   const Sizes &z;
   const Head<In> &head;
-  const char *out;    // the first row to write, or null; rows are out_step bytes apart
+  const char *out;    // the first row to write; rows are out_step bytes apart
   long out_step, out_bytes;
   long read, last;    // the rows to read: the next one, and where they end
   long wrote, writes;

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.gates import softplus_step
 from regard.mixers.parts import l2_normalized
-from regard.models.experts import all_are_cheaper, by_share, down_of_all, is_finite
+from regard.models.experts import all_are_cheaper, at_once, down_of_all
 from regard.ops.convolutions import short_conv
 from regard.ops.recurrence import recurrence
 from regard.ops.scan import scan
@@ -129,8 +129,8 @@ def few_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
         experts, hidden = self.down_proj.shape[0], self.down_proj.shape[2]
         gates_first = self.gate_up_proj.unflatten(1, (2, hidden)).transpose(0, 1).flatten(0, 2)
         inner = self._apply_gate(F.linear(hidden_states, gates_first)).unflatten(-1, (experts, hidden))
-        out = down_of_all(by_share(inner, top_k_weights, top_k_index)[0], self.down_proj)
-        if is_finite(out):  # or an expert that nobody asked for may have overflowed
+        out = at_once(inner, top_k_weights, top_k_index, lambda inner, _share: down_of_all(inner, self.down_proj))
+        if out is not None:
             return out
     whole: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
     return whole

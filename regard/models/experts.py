@@ -7,6 +7,7 @@ tokens of a batch choose. Shazeer et al. 2017, arXiv:1701.06538; Dai et al. 2024
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -141,9 +142,13 @@ def _masked(x: Tensor, asked: Tensor | None) -> Tensor:
     return x if asked is None else torch.where(asked[..., None], x, 0.0)
 
 
-def is_finite(x: Tensor) -> bool:
-    """Whether no number of x is NaN or infinite, nor their sum; with one look."""
-    return math.isfinite(x.detach().sum().item())
+def at_once(inner: Tensor, weights: Tensor, chosen: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    """The sum over all experts of such channels; None where it is not finite.
+
+    Then an expert that nobody asked for may have overflowed, and the chosen ones must be computed alone.
+    """
+    out = join(*by_share(inner, weights, chosen))
+    return out if math.isfinite(out.sum().item()) else None
 
 
 def down_of_all(inner: Tensor, down_proj: Tensor) -> Tensor:
@@ -178,8 +183,8 @@ class _Experts(nn.Module):
         if hidden or chosen.device.type == "meta" or not chosen.numel():
             return self.through_all(x, weights, chosen)
         if all_are_cheaper(self.down_proj, chosen):
-            out = self.joined(*by_share(self.inner(x), weights, chosen))
-            if is_finite(out):  # or an expert that nobody asked for may have overflowed
+            out = at_once(self.inner(x), weights, chosen, self.joined)
+            if out is not None:
                 return out
         places = chosen.flatten().argsort(stable=True)  # a place is a token and one of its choices
         counts = chosen.flatten().bincount().tolist()

@@ -1,6 +1,6 @@
 // Backward pass, one tile of (query, key) pairs: weights P and score gradients dS from registers.
 //
-//     P = exp2(S - lse),  dP = dO V^T,  dS = P (f dP - delta),  delta = rowsum(dO O) - d_lse
+//     P = exp(S - lse),  dP = dO V^T,  dS = P (f dP - delta),  delta = rowsum(dO O) - d_lse
 //
 // with f the dropout factor. P is 0 for pairs that may not attend, and dS then exactly 0, whatever V holds there.
 #pragma once
@@ -13,10 +13,10 @@ constexpr int kPairWidth = 48;  // columns of a tile: a multiple of 6 and of 16
 struct PairTile {
   const word *d_out, *v;       // rows of dO; V^T, kPairWidth columns
   long d_out_row, words;
-  const float *s;              // [6][kPairWidth] scores; times `scale` they are base-2 logits
+  const float *s;              // [6][kPairWidth] scores; times `nats` they are logits
   const float *kept, *slope;   // dropout factors and derivatives of the cap, the same shape, or null
-  const float *lse, *low, *delta;  // per row; lse + low in base 2, lse +inf for dead rows
-  float scale;
+  const float *lse, *low, *delta;  // per row; the log-sum-exp is lse + low, lse +inf for dead rows
+  float nats;
 };
 
 template <class Op, int R, int V, class Sink>
@@ -30,7 +30,8 @@ void pair_tile(const PairTile &a, const Sink &sink, int column, int offset) {
       constexpr int next = r + 1 < R ? r + 1 : r;
       auto at = [&](int row) { return row * kPairWidth + offset + v * kLanes; };
       auto weight = [&](int row) __attribute__((always_inline)) {
-        return exp2v<Op::coarse>(load(a.s + at(row)) * a.scale - a.lse[row] - a.low[row]);
+        vf above = load(a.s + at(row)) * a.nats - a.lse[row];  // rounded once: -ffp-contract=fast
+        return exp2v<Op::coarse>((above - a.low[row]) * kLog2e);
       };
       auto gradient = [&](int row, vf p, vf dp) __attribute__((always_inline)) {
         if (a.kept) dp *= load(a.kept + at(row));

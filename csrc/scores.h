@@ -70,10 +70,12 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
 REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
 // Whether `hide` does no more than `cut`.
 REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
-// Whether scores are only scaled: then the softmax takes the scale on its way.
+// Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way.
 REGARD_INLINE bool is_plain(const Call &x) {
-  return !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0;
+  return !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0 && x.scale * kLog2e < INFINITY;
 }
+// The factor from scores as they are stored, raw products or logits, to logits in nats.
+REGARD_INLINE float nats_of(const Call &x) { return is_plain(x) ? x.scale : 1.0f; }
 
 REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
   const int64_t *stride = x.layout_stride;
@@ -99,34 +101,34 @@ REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
   if (interval && reach.high < first + n) conceal(s, (int)clamp(reach.high - first, 0, n), (int)n);
 }
 
-// Raw products of one row in columns first ... first + n become base-2 logits, in place: scaled, capped, biased.
+// Raw products of one row in columns first ... first + n become logits in nats, in place: scaled, capped, biased. Nats, as
+// the caller's: the largest finite bias would not fit float32 in any smaller unit.
 // `slope`, where not null, takes the derivative of the cap.
 void shape(const Call &x, const Query &q, float *s, float *slope, int64_t first, int64_t n) {
   int64_t exist = clamp(x.k_len - first, 0, n);  // columns past the last key are cut, and have no mask or bias
   if (x.softcap > 0) {
-    vf inner = splat(x.scale / x.softcap), outer = splat(x.softcap * kLog2e);
+    vf inner = splat(x.scale / x.softcap), outer = splat(x.softcap);
     for (int64_t c = 0; c < n; c += kLanes) {
       vf t = tanhv(load(s + c) * inner);
       store(s + c, t * outer);
       if (slope) store(slope + c, 1.0f - t * t);
     }
   } else {
-    float scale = x.scale * kLog2e;
-    for (int64_t c = 0; c < n; ++c) s[c] *= scale;
+    for (int64_t c = 0; c < n; ++c) s[c] *= x.scale;
   }
   if (x.bias) {
     const int64_t *stride = x.bias_stride;
     const float *bias = x.bias + q.batch * stride[0] + q.head * stride[1] + q.row * stride[2] + first * stride[3];
     if (stride[3] == 1)
-      for (int64_t c = 0; c < exist; ++c) s[c] += bias[c] * kLog2e;
+      for (int64_t c = 0; c < exist; ++c) s[c] += bias[c];
     else
-      for (int64_t c = 0; c < exist; ++c) s[c] += bias[c * stride[3]] * kLog2e;
+      for (int64_t c = 0; c < exist; ++c) s[c] += bias[c * stride[3]];
   }
   if (x.relative) {
     int64_t index = first - q.slot + x.relative_zero;  // of column `first`; only allowed pairs need to lie inside
     const float *bias = x.relative + q.head * x.relative_stride + index;
     int64_t begin = clamp(-index, 0, exist), end = clamp(x.relative_count - index, 0, exist);
-    for (int64_t c = begin; c < end; ++c) s[c] += bias[c] * kLog2e;
+    for (int64_t c = begin; c < end; ++c) s[c] += bias[c];
   }
 }
 
@@ -167,9 +169,6 @@ void drop(const Call &x, const Query &q, float *p, int64_t first, int64_t n) {
   for (int64_t c = 0; c < n; ++c) p[c] = mix(line ^ (column + (uint32_t)c)) >= least ? p[c] : 0.0f;
 }
 REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f / (1.0f - x.dropout_p) : 0.0f; }
-
-// A log-sum-exp in base 2; never inlined, so that the forward and the backward pass round alike.
-__attribute__((noinline)) float lse_base_2(float lse) { return lse * kLog2e; }
 
 // Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
 bool is_read(const Call &x, int64_t batch, int64_t column) {

@@ -213,6 +213,6 @@ REGARD_INLINE vf tanhv(vf x) {
   return size < 0.625f ? small : large;
 }
 
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2e = 1.4426950408889634f;
 
 }  // namespace

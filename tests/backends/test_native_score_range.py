@@ -1,0 +1,119 @@
+"""The native kernels over the whole range of scores: differences are formed from what is stored, in any unit."""
+
+import pytest
+import torch
+from attention_calls import made
+from native_calls import LOW, needs_native
+
+import regard
+from regard.biases import Dense, RelativeTable
+from regard.masks import Causal, Window
+
+pytestmark = needs_native
+LOWEST = torch.finfo(torch.float32).min
+
+
+def exact(q, k, v, **options):
+    """The definition on the scores that float32 holds, the softmax and its gradients in float64."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = regard.attention(*leaves, backend="reference", return_lse=True, **options)
+    return out, lse, torch.autograd.grad(out.double().mul(made(*out.shape)).sum(), leaves)
+
+
+def same(q, k, v, tolerance=2e-5, **options):
+    want = exact(q, k, v, **options)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = regard.attention(*leaves, backend="native", return_lse=True, **options)
+    got = out, lse, torch.autograd.grad(out.double().mul(made(*out.shape)).sum(), leaves)
+    with torch.no_grad():
+        untracked = regard.attention(q, k, v, backend="native", **options)
+    # the gradient of a score is right to float32's rounding, and is then multiplied by keys and queries
+    room = (k.abs().max(), q.abs().max(), torch.tensor(1.0))
+    pairs = [(got[0], want[0], 1.0), (untracked, want[0], 1.0), (got[1], want[1], 1.0)]
+    pairs += [(a, b, float(r)) for a, b, r in zip(got[2], want[2], room, strict=True)]
+    for a, b, least in pairs:
+        a, b = a.detach().double(), b.detach().double()
+        size = max(float(b[b.isfinite()].abs().max()), least, 1.0)
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * size)
+
+
+def spaced(q_len, k_len, size):
+    """Queries and keys of one channel whose products are exact, up to `size`, and lie far apart."""
+    q = torch.ones(1, 2, q_len, 1)
+    k = torch.arange(1, k_len + 1).float().view(1, 1, k_len, 1).flip(2) * (size / k_len)
+    return q, k, made(1, 1, k_len, 4, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("scale", [1e8, 3e9, 1e10, 1e20, 1e30, 1.6e38, 3e38])
+def test_large_scales_keep_their_rows(scale):
+    torch.manual_seed(0)
+    q, k, v = torch.rand(1, 2, 3, 4), torch.rand(1, 2, 7, 4) / 4, torch.rand(1, 2, 7, 4)  # products below 1
+    with torch.no_grad():
+        got, lse = regard.attention(q, k, v, scale=scale, backend="native", return_lse=True)
+        # the largest product of each row takes everything
+        scores = (q @ k.mT).double()
+        torch.testing.assert_close(got, v.gather(2, scores.argmax(-1, keepdim=True).expand(-1, -1, -1, 4)))
+        top = scores.amax(-1) * scale
+        torch.testing.assert_close(lse, top.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e6, 2e9, 1e10, 1e20, 1e37])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 9), (3, 7), (20, 40), (33, 1100), (40, 5000)])
+def test_products_that_are_exact(q_len, k_len, size):
+    q, k, v = spaced(q_len, k_len, size)
+    same(q, k, v, scale=1.0)
+    same(q, k, v, scale=1.0, mask=Causal(), sink=torch.tensor([0.0, -3.0]))
+    same(q, k, v, scale=1.0, bias=Dense(torch.zeros(q_len, k_len)))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("q_len", "k_len"), [(64, 64), (2, 64), (1, 1500)])
+def test_random_rows_of_large_products(dtype, q_len, k_len):
+    """Of random rows, one key takes all; a row of equal keys is their mean."""
+    torch.manual_seed(0)
+    size = 3e4 if dtype != torch.float16 else 2e3
+    q, k = ((torch.randn(1, 1, n, 64) * size).to(dtype) for n in (q_len, k_len))
+    v = torch.randn(1, 1, k_len, 8).to(dtype)
+    got, lse = regard.attention(q, k, v, backend="native", return_lse=True)
+    assert bool(got.isfinite().all()) and bool(lse.isfinite().all())
+    best = (q.double() @ k.double().mT).argmax(-1, keepdim=True)
+    torch.testing.assert_close(got, v.gather(2, best.expand(-1, -1, -1, 8)))
+    equal = k[:, :, :1].expand_as(k)
+    got = regard.attention(q, equal, v, backend="native")
+    torch.testing.assert_close(got, v.float().mean(2, keepdim=True).to(dtype).expand_as(got), rtol=0, atol=4 * LOW[dtype])
+
+
+@pytest.mark.parametrize("value", [LOWEST, LOWEST / 1.4, LOWEST / 2, -1e38, -1e30])
+@pytest.mark.parametrize("q_len", [3, 40])
+def test_a_large_negative_bias_is_finite(value, q_len):
+    """Rows of equal biases are means, a row of them among others, and a key of them beside others."""
+    q, k = torch.zeros(1, 2, q_len, 8), torch.zeros(1, 2, 47, 8)
+    v = made(1, 2, 47, 5, dtype=torch.float32)
+    mean = v.mean(2, keepdim=True).expand(-1, -1, q_len, -1)
+    for bias in (torch.full((q_len, 47), value), torch.full((1, 1), value), torch.full((), value)):
+        torch.testing.assert_close(regard.attention(q, k, v, bias=bias, backend="native"), mean)
+        same(q, k, v, bias=bias)
+    one_row = torch.zeros(q_len, 47)
+    one_row[1] = value
+    torch.testing.assert_close(regard.attention(q, k, v, bias=one_row, backend="native"), mean)
+    some_keys = torch.zeros(q_len, 47)
+    some_keys[:, 10:] = value
+    torch.testing.assert_close(
+        regard.attention(q, k, v, bias=some_keys, backend="native"),
+        v[:, :, :10].mean(2, keepdim=True).expand(-1, -1, q_len, -1),
+    )
+    same(q, k, v, bias=some_keys, mask=Window(30))
+
+
+def test_a_large_negative_bias_by_distance():
+    table = torch.zeros(19, 2)
+    table[9] = LOWEST  # a distance of 0
+    q, k, v = (made(1, 2, 10, 4, dtype=torch.float32) for _ in range(3))
+    same(q, k, v, bias=RelativeTable(table, (10,)))
+    same(q, k, v, bias=RelativeTable(torch.full((19, 2), LOWEST), (10,)))
+
+
+def test_large_scores_with_a_softcap():
+    q, k, v = spaced(5, 30, 1e12)
+    same(q, k, v, scale=1.0, softcap=1e13)
+    same(q, k, v, scale=1.0, softcap=1e20)

@@ -128,11 +128,18 @@ REGARD_EXPORT int regard_attention_backward(const regard_attention *call, const 
 
 namespace {
 
+int64_t stretches(int64_t count, int64_t size) { return (count + size - 1) / size; }
+int has_room(const void *buffer, int64_t size, int64_t needed) {
+  return buffer && size < needed ? REGARD_SMALL_BUFFER : REGARD_OK;
+}
+
 int refused(const regard_recurrence &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   if (x.dtype != REGARD_F32 && x.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
   if (x.batch < 1 || x.key_heads < 1 || x.heads < 1 || x.tokens < 1 || x.k_dim < 1 || x.v_dim < 1) return REGARD_BAD_SIZE;
-  return x.heads % x.key_heads ? REGARD_BAD_SIZE : REGARD_OK;
+  if (x.heads % x.key_heads) return REGARD_BAD_SIZE;
+  const int64_t every = chosen()->states->recurrence_every(x.k_dim, x.v_dim);
+  return has_room(x.kept, x.kept_size, x.batch * x.heads * stretches(x.tokens, every) * x.k_dim * x.v_dim);
 }
 int refused(const regard_scan &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
@@ -144,7 +151,14 @@ int refused(const regard_conv &x) {
 }
 int refused(const regard_selective &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
-  return x.batch < 1 || x.tokens < 1 || x.width < 1 || x.states < 1 ? REGARD_BAD_SIZE : REGARD_OK;
+  if (x.batch < 1 || x.tokens < 1 || x.width < 1 || x.states < 1) return REGARD_BAD_SIZE;
+  const int64_t every = chosen()->states->selective_every;
+  return has_room(x.kept, x.kept_size, x.batch * stretches(x.tokens, every) * x.width * x.states);
+}
+int refused(const regard_selective &x, const regard_selective_grad &grad) {
+  const int status = refused(x);
+  if (status) return status;
+  return grad.groups < stretches(x.width, chosen()->states->selective_group) ? REGARD_SMALL_BUFFER : REGARD_OK;
 }
 
 }  // namespace
@@ -170,7 +184,7 @@ REGARD_EXPORT int regard_selective_forward(const regard_selective *call) {
   return status ? status : chosen()->states->selective_forward(call);
 }
 REGARD_EXPORT int regard_selective_backward(const regard_selective *call, const regard_selective_grad *grad) {
-  const int status = refused(*call);
+  const int status = refused(*call, *grad);
   return status ? status : chosen()->states->selective_backward(call, grad);
 }
 REGARD_EXPORT int regard_conv_forward(const regard_conv *call) {
@@ -181,15 +195,11 @@ REGARD_EXPORT int regard_conv_backward(const regard_conv *call, const regard_con
   const int status = refused(*call);
   return status ? status : chosen()->states->conv_backward(call, grad);
 }
-REGARD_EXPORT int64_t regard_recurrence_kept(const regard_recurrence *call) {
-  return chosen() ? chosen()->states->recurrence_kept(call) : 0;
+REGARD_EXPORT int64_t regard_recurrence_every(int64_t k_dim, int64_t v_dim) {
+  return chosen() ? chosen()->states->recurrence_every(k_dim, v_dim) : 1;
 }
-REGARD_EXPORT int64_t regard_selective_kept(const regard_selective *call) {
-  return chosen() ? chosen()->states->selective_kept(call) : 0;
-}
-REGARD_EXPORT int64_t regard_selective_groups(const regard_selective *call) {
-  return chosen() ? chosen()->states->selective_groups(call) : 0;
-}
+REGARD_EXPORT int64_t regard_selective_every(void) { return chosen() ? chosen()->states->selective_every : 1; }
+REGARD_EXPORT int64_t regard_selective_group(void) { return chosen() ? chosen()->states->selective_group : 1; }
 
 REGARD_EXPORT double regard_multiply_adds(int32_t dtype, int64_t rounds) {
   return chosen() ? chosen()->multiply_adds(dtype, rounds) : 0;
@@ -202,6 +212,7 @@ REGARD_EXPORT const char *regard_error(int status) {
     case REGARD_BAD_DTYPE: return "a dtype other than float32 and bfloat16";
     case REGARD_BAD_SIZE: return "an empty size, or query heads that are no multiple of the key heads";
     case REGARD_UNKNOWN_ISA: return "REGARD_ISA names no instruction set";
+    case REGARD_SMALL_BUFFER: return "a buffer smaller than the kernel needs";
     default: return "an unknown status";
   }
 }
@@ -218,13 +229,4 @@ REGARD_EXPORT void regard_large_pages(void *memory, int64_t bytes) {
 #else
   (void)memory, (void)bytes;
 #endif
-}
-
-REGARD_EXPORT int64_t regard_struct_size(int which) {
-  constexpr int64_t sizes[] = {sizeof(regard_attention),      sizeof(regard_attention_grad),
-                               sizeof(regard_recurrence),     sizeof(regard_recurrence_grad),
-                               sizeof(regard_scan),           sizeof(regard_scan_grad),
-                               sizeof(regard_selective),      sizeof(regard_selective_grad),
-                               sizeof(regard_conv),           sizeof(regard_conv_grad)};
-  return which >= 0 && which < (int)(sizeof(sizes) / sizeof(sizes[0])) ? sizes[which] : 0;
 }

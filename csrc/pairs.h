@@ -15,7 +15,7 @@ struct PairTile {
   long d_out_row, words;
   const float *s;              // [6][kPairWidth] scores; times `nats` they are logits
   const float *kept, *slope;   // dropout factors and derivatives of the cap, the same shape, or null
-  const float *lse, *low, *delta;  // per row; the log-sum-exp is lse + low, lse +inf for dead rows
+  const float *lse, *low, *delta;  // per row; lse is +inf for dead rows, low in base 2
   float nats;
 };
 
@@ -31,7 +31,7 @@ void pair_tile(const PairTile &a, const Sink &sink, int column, int offset) {
       auto at = [&](int row) { return row * kPairWidth + offset + v * kLanes; };
       auto weight = [&](int row) __attribute__((always_inline)) {
         vf above = load(a.s + at(row)) * a.nats - a.lse[row];  // rounded once: -ffp-contract=fast
-        return exp2v<Op::coarse>((above - a.low[row]) * kLog2e);
+        return exp2v<Op::coarse>(above * kLog2e - a.low[row]);
       };
       auto gradient = [&](int row, vf p, vf dp) __attribute__((always_inline)) {
         if (a.kept) dp *= load(a.kept + at(row));

@@ -25,7 +25,9 @@ typedef struct regard_recurrence {
   const uint8_t *starts;  // (B, T) contiguous, or null
   const float *state;     // (B, Hv, Dk, Dv) contiguous, or null: zeros
   float *last;            // the same shape; may be `state` itself
-  float *kept;            // (B, Hv, regard_recurrence_kept(call), Dk, Dv): states for the backward pass; or null
+  float *kept;            // (B, Hv, stretches, Dk, Dv): a state before each of `regard_recurrence_every` tokens, for the
+                          // backward pass; or null
+  int64_t kept_size;      // the elements of `kept`
 } regard_recurrence;
 
 // Gradients; outputs are float32, contiguous, and set. `kept` of the call is what the forward pass wrote.
@@ -65,7 +67,8 @@ typedef struct regard_selective {
   const uint8_t *starts;   // (B, T), or null
   const float *state;      // (B, width, states), or null
   float *y, *last;
-  float *kept;             // (B, regard_selective_kept(call), width, states): for the backward pass; or null
+  float *kept;             // (B, stretches of regard_selective_every tokens, width, states): for the backward pass; or null
+  int64_t kept_size;       // the elements of `kept`
 } regard_selective;
 
 typedef struct regard_selective_grad {
@@ -73,7 +76,8 @@ typedef struct regard_selective_grad {
   const float *d_last;     // (B, width, states), or null
   float *d_x, *d_dt;       // (B, T, width)
   float *d_A;              // (width, states)
-  float *d_B, *d_C;        // (groups, B, T, states): partial sums over regard_selective_groups(call) groups of channels
+  float *d_B, *d_C;        // (groups, B, T, states): partial sums over groups of regard_selective_group channels
+  int64_t groups;
   float *d_D;              // (width), or null
   float *d_state;          // (B, width, states)
 } regard_selective_grad;
@@ -107,9 +111,10 @@ int regard_scan_backward(const regard_scan *call, const regard_scan_grad *grad);
 int regard_selective_forward(const regard_selective *call);
 int regard_selective_backward(const regard_selective *call, const regard_selective_grad *grad);
 
-int64_t regard_recurrence_kept(const regard_recurrence *call);
-int64_t regard_selective_kept(const regard_selective *call);
-int64_t regard_selective_groups(const regard_selective *call);
+// What the sizes of those buffers follow from: tokens between kept states, channels of a partial sum.
+int64_t regard_recurrence_every(int64_t k_dim, int64_t v_dim);
+int64_t regard_selective_every(void);
+int64_t regard_selective_group(void);
 
 #ifdef __cplusplus
 }

@@ -55,7 +55,14 @@ typedef struct regard_attention_grad {
   float *d_relative;    // (Hq, relative_count) contiguous; or null
 } regard_attention_grad;
 
-enum regard_status { REGARD_OK = 0, REGARD_NO_MEMORY = 1, REGARD_BAD_DTYPE = 2, REGARD_BAD_SIZE = 3, REGARD_UNKNOWN_ISA = 4 };
+enum regard_status {
+  REGARD_OK = 0,
+  REGARD_NO_MEMORY = 1,
+  REGARD_BAD_DTYPE = 2,
+  REGARD_BAD_SIZE = 3,
+  REGARD_UNKNOWN_ISA = 4,
+  REGARD_SMALL_BUFFER = 5
+};
 
 // 0 on success; another number names what was refused (see regard_error).
 int regard_attention_forward(const regard_attention *call);
@@ -75,8 +82,9 @@ double regard_multiply_adds(int32_t dtype, int64_t rounds);
 // each small one costs as much as filling it several times.
 void regard_large_pages(void *memory, int64_t bytes);
 
-// The size in bytes of regard_attention (0) and regard_attention_grad (1): a caller checks that both sides agree.
-int64_t regard_struct_size(int which);
+// The structs of this interface by number, attention's two first, then those of recurrent.h in its order, as
+// "name size field:code:offset:size …" with the codes of Python's struct module: a caller checks that both sides agree.
+const char *regard_struct(int which);
 
 #ifdef __cplusplus
 }

@@ -25,14 +25,12 @@ int selective_backward_of(const regard_selective *call, const regard_selective_g
 }
 int conv_forward_of(const regard_conv *call) { return conv_forward(*call); }
 int conv_backward_of(const regard_conv *call, const regard_conv_grad *grad) { return conv_backward(*call, *grad); }
-int64_t recurrence_kept(const regard_recurrence *call) { return blocks_of(call->tokens, kept_every(*call)); }
-int64_t selective_kept(const regard_selective *call) { return blocks_of(call->tokens, kSelectiveEvery); }
-int64_t selective_groups(const regard_selective *call) { return blocks_of(call->width, kSelectiveGroup); }
+int64_t recurrence_every(int64_t k_dim, int64_t v_dim) { return kept_every(k_dim, v_dim); }
 
 }  // namespace
 
 extern "C" const regard_state_kernels REGARD_TABLE(REGARD_SET) = {
     recurrence_forward,   recurrence_backward,   scan_forward_of,  scan_backward_of,
     selective_forward_of, selective_backward_of, conv_forward_of,  conv_backward_of,
-    recurrence_kept,      selective_kept,        selective_groups,
+    recurrence_every,     kSelectiveEvery,       kSelectiveGroup,
 };

@@ -12,7 +12,6 @@ typedef struct regard_state_kernels {
   int (*selective_backward)(const regard_selective *, const regard_selective_grad *);
   int (*conv_forward)(const regard_conv *);
   int (*conv_backward)(const regard_conv *, const regard_conv_grad *);
-  int64_t (*recurrence_kept)(const regard_recurrence *);
-  int64_t (*selective_kept)(const regard_selective *);
-  int64_t (*selective_groups)(const regard_selective *);
+  int64_t (*recurrence_every)(int64_t k_dim, int64_t v_dim);
+  int64_t selective_every, selective_group;
 } regard_state_kernels;

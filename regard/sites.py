@@ -15,12 +15,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Frame", "Packing", "Site", "Span", "can_read"]
+__all__ = ["Frame", "Packing", "Site", "Span", "can_read", "is_recording"]
+
+
+def is_recording() -> bool:
+    """Whether a compiler, a tracer or a mode follows the operations: what is looked at would be frozen into a graph."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def can_read(tensor: Tensor) -> bool:
     """Whether the values of `tensor` may be looked at here: eager mode, on the CPU, outside function transforms."""
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or is_recording():
         return False
     return tensor.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 

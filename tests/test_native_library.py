@@ -17,6 +17,7 @@ import regard
 from regard import masks
 from regard.backends.native import library
 from regard.backends.native.operands import operands_of
+from regard.backends.native.structs import STRUCTS, Struct
 from regard.biases import Alibi, Dense
 from regard.errors import BackendUnsupported
 from regard.masks import (
@@ -28,6 +29,7 @@ from regard.masks import (
     Window,
 )
 from regard.ops.attention import _call
+from regard.transitions import Decay
 
 ROOT = Path(__file__).parent.parent
 pytestmark = needs_native
@@ -134,18 +136,55 @@ def child(code: str, **environment: str) -> str:
     return process.stdout.strip()
 
 
-def test_the_structs_are_those_of_the_header():
-    header = (ROOT / "csrc" / "regard.h").read_text(encoding="utf-8")
-    structs = {"regard_attention": (library.CALL, library.OPTIONS), "regard_attention_grad": (library.GRAD,)}
-    for which, (name, records) in enumerate(structs.items()):
-        body = re.search(rf"typedef struct {name} {{(.*?)\n}} {name};", header, re.S)[1]
-        fields = []
-        for line in re.sub(r"//.*", "", body).split(";"):
-            for piece in line.split(","):
-                if found := re.search(r"(\w+)(\[\d\])?$", piece.strip()):
-                    fields.append(found[1])
-        assert fields == [field for record in records for field in record.names]
-        assert library.LIBRARY.regard_struct_size(which) == sum(record.size for record in records)
+@needs_native
+@pytest.mark.parametrize("number", range(len(STRUCTS)), ids=[one.name for one in STRUCTS])
+def test_the_structs_are_the_library_s(number):
+    """Every field is found by name and place; one renamed, moved, missing, resized or added is said."""
+    own = STRUCTS[number]
+    text = library.LIBRARY.regard_struct(number).decode()
+    copy = Struct(own.name, *(" ".join(part.names) for part in own.parts))
+    assert copy.mismatch(text) is None
+    assert [part.size for part in copy.parts] == [part.size for part in own.parts]
+    head, *fields = text.split(" ")
+    name, code, offset, size = fields[2].split(":")
+    for wrong in (
+        f"{name}_:{code}:{offset}:{size}",
+        f"{name}:{code}:{int(offset) + 8}:{size}",
+        f"{name}:{code}:{int(offset) - 4}:{size}",
+        f"{name}:{code}:{offset}:{int(size) + 3}",
+    ):
+        assert copy.mismatch(" ".join([head, *fields[:2], wrong, *fields[3:]])), wrong
+    assert copy.mismatch(" ".join([head, *fields[:2], *fields[3:]]))
+    assert copy.mismatch(" ".join([head, *fields, "more:q:0:8"]))
+    assert copy.mismatch(" ".join([head, str(int(fields[0]) + 8), *fields[1:]]))
+    assert copy.mismatch("regard_other" + text[len(own.name) :])
+
+
+@needs_native
+def test_every_field_of_the_headers_is_described():
+    text = "".join((ROOT / "csrc" / name).read_text(encoding="utf-8") for name in ("regard.h", "recurrent.h"))
+    bodies = re.findall(r"typedef struct (\w+) {(.*?)\n} \w+;", text, re.S)
+    assert [name for name, _ in bodies] == [one.name for one in STRUCTS]
+    for (_, body), one in zip(bodies, STRUCTS, strict=True):
+        pieces = [piece.strip() for line in re.sub(r"//.*", "", body).split(";") for piece in line.split(",")]
+        fields = [found[1] for piece in pieces if (found := re.search(r"(\w+)(\[\d\])?$", piece))]
+        assert fields == [field for part in one.parts for field in part.names]
+
+
+@needs_native
+def test_a_buffer_that_is_too_small_is_refused(monkeypatch):
+    q = torch.randn(1, 2, 300, 8)
+    x = torch.rand(1, 70, 300, requires_grad=True)
+    state = {"regard_recurrence_every": 1024, "regard_selective_every": 1024, "regard_selective_group": 1024}
+    monkeypatch.setattr(library, "number", lambda name, *_: state[name])
+    with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
+        regard.recurrence(q.requires_grad_(), q, q, Decay(torch.zeros(2)), backend="native")
+    with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
+        regard.selective_scan(x, x, -torch.ones(300, 2), x[..., :2], x[..., :2], backend="native")
+    state["regard_selective_every"] = 64
+    y, _ = regard.selective_scan(x, x, -torch.ones(300, 2), x[..., :2], x[..., :2], backend="native")
+    with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
+        y.sum().backward()
 
 
 def test_there_is_one_openmp_runtime_and_it_follows_torch():

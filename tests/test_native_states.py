@@ -320,15 +320,15 @@ def test_operators():
     for x in arguments:
         x.requires_grad_()
     starts = torch.zeros(1, 20, dtype=torch.bool)
-    torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments, starts, [0.25], True))
-    torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments[:3], *[None] * 4, [0.25], True))
+    torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments, starts, 0.25, True))
+    torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments[:3], *[None] * 4, 0.25, True))
     s = {name: x.requires_grad_() for name, x in scans(9, 5).items()}
-    torch.library.opcheck(torch.ops.regard.scan_forward, (s["log_a"], s["x"], s["state"], None, [], True))
+    torch.library.opcheck(torch.ops.regard.scan_forward, (s["log_a"], s["x"], s["state"], None, True))
     x = torch.randn(2, 9, 4, requires_grad=True)
-    conv = (x, torch.randn(3, 4), None, torch.randn(2, 2, 4), None, [], True)
+    conv = (x, torch.randn(3, 4), None, torch.randn(2, 2, 4), None, True)
     torch.library.opcheck(torch.ops.regard.short_conv_forward, conv)
     given = (x, x.detach().abs(), -torch.rand(4, 3), torch.randn(2, 9, 3), torch.randn(2, 9, 3), None, None, None)
-    torch.library.opcheck(torch.ops.regard.selective_scan_forward, (*given, [], True))
+    torch.library.opcheck(torch.ops.regard.selective_scan_forward, (*given, True))
 
 
 def test_compiled():

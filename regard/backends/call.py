@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,15 @@ from regard.masks import Full, Mask
 from regard.masks.intervals import PAST
 from regard.sites import Frame, Packing
 
-__all__ = ["AttentionCall", "inside_transform", "may_be_transformed", "pattern_of", "sink_share", "zero_unread"]
+__all__ = [
+    "AttentionCall",
+    "inside_transform",
+    "may_be_transformed",
+    "pattern_of",
+    "recorded_gradients",
+    "sink_share",
+    "zero_unread",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +145,23 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     dead = lse == -torch.inf
     share = torch.sigmoid(torch.where(dead, 0.0, lse) - sink)
     return torch.where(dead, 0.0, share)
+
+
+def recorded_gradients(
+    results: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of those `inputs` that are wanted, differentiable again; `grads` are those of `results` or None.
+
+    For backends whose own backward pass cannot be recorded: `results` come from a form in plain torch.
+    """
+    pairs = [(one, grad.to(one.dtype)) for one, grad in zip(results, grads, strict=True) if grad is not None]
+    outputs, given = zip(*pairs, strict=True)
+    chosen = [x for x, want in zip(inputs, wanted, strict=False) if want and x is not None]
+    found: Any = iter(torch.autograd.grad(outputs, chosen, given, create_graph=True, allow_unused=True))
+    return tuple(next(found) if want else None for want in wanted)
 
 
 def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

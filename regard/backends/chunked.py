@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from regard.backends import reference
-from regard.backends.call import AttentionCall
+from regard.backends.call import AttentionCall, recorded_gradients
 from regard.backends.dropout import dropout_factor
 from regard.masks.layout import EMPTY, PARTIAL, tile_kind, tiles
 from regard.sites import Site
@@ -37,6 +37,8 @@ def reject(call: AttentionCall) -> str | None:
     lengths: tuple[Any, ...] = (call.q.shape[2], call.k.shape[2])
     if any(isinstance(length, torch.SymInt) for length in lengths):
         return "its loop over tiles needs sizes that are numbers, and these are symbols"
+    if torch._C._get_tracing_state() is not None:
+        return "its own backward pass cannot be recorded by torch.jit.trace"
     if call.transformed:
         return "its own backward pass takes no function transforms (vmap, jvp, jacrev)"
     if call.under_derivatives:
@@ -72,7 +74,7 @@ class _Chunked(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         call = ctx.call.with_tensors(tuple(tensors))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return None, *reference.recorded_gradients(call, tensors, grads, ctx.needs_input_grad[1:])
+            return None, *recorded_gradients(reference.run(call), grads, tensors, ctx.needs_input_grad[1:])
         found = _backward(call, out, lse, *grads)
         return None, *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
 

@@ -8,16 +8,13 @@ A row that may attend to nothing gives 0. Every other backend is compared with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from regard.backends.call import AttentionCall, sink_share, zero_unread
 from regard.backends.dropout import dropout_factor
 
-__all__ = ["defer", "recorded_gradients", "reject", "run", "weights"]
+__all__ = ["defer", "reject", "run", "weights"]
 
 
 def reject(call: AttentionCall) -> str | None:
@@ -72,17 +69,3 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         p = p * dropout_factor(call.frame.site(), call.seed, call.dropout_p, p.dtype)
     out = torch.matmul(p.unflatten(1, (call.k.shape[1], call.group)), v.unsqueeze(2)).flatten(1, 2)
     return out, lse
-
-
-def recorded_gradients(
-    call: AttentionCall, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of those `inputs` that are wanted, differentiable again; `grads` are those of `run`'s results.
-
-    For backends whose own backward pass cannot be recorded.
-    """
-    pairs = [(one, grad) for one, grad in zip(run(call), grads, strict=True) if grad is not None]
-    outputs, given = zip(*pairs, strict=True)
-    chosen = [x for x, want in zip(inputs, wanted, strict=True) if want and x is not None]
-    found: Any = iter(torch.autograd.grad(outputs, chosen, given, create_graph=True, allow_unused=True))
-    return tuple(next(found) if want else None for want in wanted)

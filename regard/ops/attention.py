@@ -17,6 +17,7 @@ from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
 from regard.masks import Mask, as_mask, split_packing
 from regard.masks.checks import describe
+from regard.ops.checks import scale_of
 from regard.sites import Frame
 
 __all__ = ["attention", "attention_weights", "explain"]
@@ -224,7 +225,7 @@ def _call(
         v,
         mask,
         bias,
-        _scale(scale, width),
+        scale_of(scale, width),
         _softcap(softcap),
         _sink(sink, q_heads),
         p,
@@ -238,16 +239,6 @@ def _refuse_operand(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
     raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
-
-
-def _scale(scale: Any, width: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(width) if width else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: expected a number or None, got {describe(scale)}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return float(scale)
 
 
 def _softcap(softcap: Any) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -76,10 +78,11 @@ def check_state(state: Any, shape: Sequence[int], like: Tensor) -> None:
 def scale_of(scale: Any, width: int) -> float:
     """The factor on ``q . k``: ``width ** -0.5`` by default."""
     if scale is None:
-        return width**-0.5 if width else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        width = int(width) if isinstance(width, Tensor) else width  # torch.jit.trace gives sizes as tensors
+        return 1.0 / math.sqrt(width) if width else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, numbers.Real)):
         raise TypeError(f"scale: expected a number or None, got {describe(scale)}")
-    if not abs(scale) < float("inf"):
+    if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 

@@ -80,7 +80,9 @@ def test_random_rows_of_large_products(dtype, q_len, k_len):
     torch.testing.assert_close(got, v.gather(2, best.expand(-1, -1, -1, 8)))
     equal = k[:, :, :1].expand_as(k)
     got = regard.attention(q, equal, v, backend="native")
-    torch.testing.assert_close(got, v.float().mean(2, keepdim=True).to(dtype).expand_as(got), rtol=0, atol=4 * LOW[dtype])
+    torch.testing.assert_close(
+        got, v.float().mean(2, keepdim=True).to(dtype).expand_as(got), rtol=0, atol=4 * LOW[dtype]
+    )
 
 
 @pytest.mark.parametrize("value", [LOWEST, LOWEST / 1.4, LOWEST / 2, -1e38, -1e30])

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from regard.backends.call import AttentionCall
 from regard.backends.native import library
+from regard.backends.native.attention import attend
 from regard.backends.native.operands import operands_of, unfit
-from regard.backends.native.ops import attend
 
 __all__ = ["defer", "reject", "run"]
 
@@ -47,7 +47,7 @@ def _trains_bias(call: AttentionCall) -> bool:
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse): out in float32 where gradients or a sink follow, else in q's dtype."""
-    wide = call.wants_grad or call.sink is not None
+    wide = call.sink is not None  # as where gradients follow: the sink's share is taken before the result is rounded
     if call.q.dtype == torch.float32 and call.q.shape[3] and call.v.shape[3]:
         return attend(operands_of(call), wide)
     q, k, v, v_dim = call.q, call.k, call.v, call.v.shape[3]

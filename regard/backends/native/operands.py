@@ -26,7 +26,7 @@ from regard.masks import And, Buckets, KeyLengths, KeyPadding, Mask, Or, Prefix,
 from regard.masks.base import Moved, tensors_of
 from regard.masks.intervals import EVERYTHING, Intervals
 from regard.masks.layout import EMPTY, FULL, PARTIAL
-from regard.sites import Frame, Packing, Site, can_read
+from regard.sites import Frame, Packing, Site, can_read, is_recording
 
 __all__ = ["Operands", "definition", "operands_of", "unfit"]
 
@@ -36,7 +36,7 @@ DENSE_LIMIT = 2**24  # entries of a mask or bias that is evaluated densely; a ma
 
 
 class Operands(NamedTuple):
-    """The arguments of the kernels, in the order of the torch operators' schema (`regard.backends.native.ops`)."""
+    """The arguments of the kernels, and the schema of their torch operators. The first five may be trained."""
 
     q: Tensor
     k: Tensor
@@ -58,11 +58,6 @@ class Operands(NamedTuple):
     high: int
     relative_zero: int
     dropout_p: float
-
-    @property
-    def trained(self) -> tuple[Tensor | None, ...]:
-        """The first five: those that may want gradients."""
-        return self.q, self.k, self.v, self.bias, self.relative
 
 
 class _Reading(NamedTuple):
@@ -245,7 +240,7 @@ def _is_prefixed(term: Or, by: int, found: _Terms) -> bool:
 def _read_mask(call: AttentionCall) -> _Reading:
     """What the kernels read of the mask; remembered for the sizes last seen, so that layers share one reading."""
     mask, frame = call.mask, call.frame
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or isinstance(frame.q_start, Tensor):
+    if is_recording() or not can_read(call.q) or isinstance(frame.q_start, Tensor):
         return _new_reading(call)
     inference = torch.is_inference_mode_enabled()  # tensors made in it cannot be saved for a backward pass
     if frame.packing is None:
@@ -267,16 +262,16 @@ def _read_mask(call: AttentionCall) -> _Reading:
 
 def _new_reading(call: AttentionCall) -> _Reading:
     batch, _, _, _, k_len, _ = call.sizes
-    terms, frame, device = _sorted_terms(call), call.frame, call.q.device
+    terms, frame = _sorted_terms(call), call.frame
     start = frame.q_start if frame.packing is None else _shift(frame.packing) or 0
     q_segment, k_segment = _segments(terms.labels[0], frame) if terms.labels else (None, None)
     keeps = [mask.keep[:, by : by + k_len] for mask, by in terms.keeps]
     dense = _dense(terms, frame)
     low, high = _ends(*(terms.offsets.ranges[0] if terms.offsets.ranges else (1.0, 0.0)))
     return _Reading(
-        _numbers(start, batch, device),
-        functools.reduce(torch.maximum, _counts(terms.prefix, batch, device)) if terms.prefix else None,
-        functools.reduce(torch.minimum, _counts(terms.lengths, batch, device)) if terms.lengths else None,
+        _numbers(start, call.q),
+        functools.reduce(torch.maximum, _counts(terms.prefix, call.q)) if terms.prefix else None,
+        functools.reduce(torch.minimum, _counts(terms.lengths, call.q)) if terms.lengths else None,
         functools.reduce(operator.and_, keeps).expand(batch, k_len).contiguous() if keeps else None,
         q_segment,
         k_segment,
@@ -290,23 +285,22 @@ def _new_reading(call: AttentionCall) -> _Reading:
 @functools.lru_cache(maxsize=256)
 def _interval(batch: int, start: int, low: float, high: float, inference: bool) -> _Reading:
     """The reading of a mask that is one interval of ``i - j``."""
-    return _Reading(
-        _numbers(start, batch, torch.device("cpu")), None, None, None, None, None, None, None, *_ends(low, high)
-    )
+    return _Reading(_numbers(start, torch.empty(batch, 0)), None, None, None, None, None, None, None, *_ends(low, high))
 
 
 def _ends(low: float, high: float) -> tuple[int, int]:
     return LOWEST if low == -math.inf else int(low), HIGHEST if high == math.inf else int(high)
 
 
-def _numbers(n: int | Tensor, batch: int, device: torch.device) -> Tensor:
+def _numbers(n: int | Tensor, like: Tensor) -> Tensor:
+    batch = like.shape[0]
     if not isinstance(n, Tensor):
-        return torch.full((batch,), n, dtype=torch.int64, device=device)
+        return like.new_full((batch,), n, dtype=torch.int64)  # of q's class, where that is a fake tensor, say
     return n.to(torch.int64).expand(batch).contiguous()
 
 
-def _counts(terms: list[tuple[Mask, int]], batch: int, device: torch.device) -> list[Tensor]:
-    return [_numbers(term.n, batch, device) - by for term, by in terms]  # type: ignore[attr-defined]
+def _counts(terms: list[tuple[Mask, int]], like: Tensor) -> list[Tensor]:
+    return [_numbers(term.n, like) - by for term, by in terms]  # type: ignore[attr-defined]
 
 
 def _segments(term: tuple[Segments | Buckets, int], frame: Frame) -> tuple[Tensor, Tensor]:

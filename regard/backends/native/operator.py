@@ -1,25 +1,30 @@
-"""A kernel pair as torch operators: forward and backward, traced by compilers, recorded by autograd.
+"""A pair of kernels as torch operators: forward and backward, recorded by compilers, tracers and autograd.
 
-In eager mode an `autograd.Function` calls the kernels; in a compiled graph the registered formula does, which is the
-same two functions. Where the backward pass is itself recorded, it goes through a plain-torch form.
+In eager mode the kernels are called without torch's dispatcher, which takes a third of a decode step. Where anybody
+watches the operators (a compiler, a tracer, a dispatch mode, a subclass of tensors), they go through it, and what was
+registered here is recorded. Where a backward pass is itself recorded, it goes through a plain-torch form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
+from regard.backends.call import recorded_gradients
 from regard.backends.native.library import fresh
+from regard.sites import is_recording
 
-__all__ = ["Operator", "address"]
+__all__ = ["Operator", "Outputs", "address", "is_watched", "room"]
 
-Tensors = Sequence[Tensor | None]
 Outputs = tuple[Tensor, Tensor, Tensor]
+O = TypeVar("O", bound=tuple[Any, ...])
 
 _library = torch.library.Library("regard", "FRAGMENT")
+_SCHEMA = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "SymInt"}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def address(x: Tensor | None) -> int:
@@ -27,136 +32,137 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-class Operator:
+def room(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Where a kernel writes a gradient: a tensor that is thrown away, of the size of `like`, where nobody wants it."""
+    return like.new_empty(like.shape, dtype=torch.float32) if grad is None else grad
+
+
+def is_watched(tensors: Iterable[Any]) -> bool:
+    """Whether a compiler, a tracer, a mode or a subclass of tensors must see operators rather than their results."""
+    if is_recording() or torch._C._len_torch_function_stack():
+        return True
+    return any(x is not None and type(x) not in _PLAIN for x in tensors)
+
+
+class Operator(Generic[O]):
     """``regard::<name>_forward`` and ``regard::<name>_backward``.
 
     Args:
         name: of the operators.
-        tensors: their tensor arguments as a schema, those that may want gradients first.
-        trained: how many those are.
-        empty: ``(tensors, numbers, keep) -> (output, last state, what the backward pass needs)``, allocated only;
-            `keep` says whether there will be one.
-        forward: ``(tensors, numbers, outputs)`` fills them.
-        backward: ``(tensors, numbers, outputs, d_out, d_last, grads)`` fills ``grads``, as the tensors, float32.
-        plain: ``(tensors, numbers) -> (output, last state)`` in plain torch.
+        operands: a named tuple whose fields are their arguments: tensors (those that may want gradients first), then
+            numbers. The operators' schema is its annotations.
+        trained: how many of the fields may want gradients.
+        empty: ``(operands, keep) -> (output, second result, what the backward pass needs)``, allocated only; `keep`
+            says whether there will be one. The first two are the results; the third is the operator's own.
+        forward: ``(operands, outputs)`` fills them.
+        backward: ``(operands, outputs, d_out, d_second, grads)`` fills those of `grads` that are not None: shaped as
+            the operands, float32, contiguous. ``d_out`` is float32 and contiguous, ``d_second`` too or None.
+        plain: ``operands -> (output, second result)`` in plain torch.
     """
 
     def __init__(
         self,
         name: str,
-        tensors: str,
+        operands: type[O],
         trained: int,
         *,
-        empty: Callable[[Tensors, tuple[float, ...], bool], Outputs],
-        forward: Callable[[Tensors, tuple[float, ...], Outputs], None],
-        backward: Callable[..., None],
-        plain: Callable[[Tensors, tuple[float, ...]], tuple[Tensor, Tensor]],
+        empty: Callable[[O, bool], Outputs],
+        forward: Callable[[O, Outputs], None],
+        backward: Callable[[O, Outputs, Tensor, Tensor | None, Sequence[Tensor | None]], None],
+        plain: Callable[[O], tuple[Tensor, Tensor]],
     ) -> None:
-        self.name, self.count, self.trained = name, tensors.count("Tensor"), trained
-        self._empty, self._forward_kernel, self._backward_kernel, self._plain = empty, forward, backward, plain
+        hints = get_type_hints(operands)
+        self.name, self.operands, self.trained, self.count = name, operands, trained, len(hints)
+        self.tensors = sum(hint in (Tensor, Tensor | None) for hint in hints.values())
+        self._empty, self._fill, self._fill_grads, self._plain = empty, forward, backward, plain
+        schema = ", ".join(f"{_SCHEMA[hint]} {field}" for field, hint in hints.items())
         results = ", ".join(["Tensor"] * trained)
-        _library.define(f"{name}_forward({tensors}, float[] numbers, bool keep) -> (Tensor, Tensor, Tensor)")
+        _library.define(f"{name}_forward({schema}, bool train) -> (Tensor, Tensor, Tensor)")
         _library.define(
-            f"{name}_backward(Tensor? d_out, Tensor? d_last, Tensor out, Tensor last, Tensor kept, {tensors}, "
-            f"float[] numbers) -> ({results})"
+            f"{name}_backward(Tensor? d_out, Tensor? d_second, Tensor out, Tensor second, Tensor kept, {schema}, "
+            f"bool[] wanted) -> ({results})"
         )
         _library.impl(f"{name}_forward", self._forward, "CPU")
         _library.impl(f"{name}_backward", self._backward, "CPU")
-        torch.library.register_fake(f"regard::{name}_forward", self._fake_forward, lib=_library)
-        torch.library.register_fake(f"regard::{name}_backward", self._fake_backward, lib=_library)
-        torch.library.register_autograd(
-            f"regard::{name}_forward", self._gradients, setup_context=self._setup, lib=_library
-        )
-        torch.library.register_autograd(f"regard::{name}_backward", self._once, lib=_library)
-        self._function = type(
-            f"_{name}",
-            (torch.autograd.Function,),
-            {
-                "forward": staticmethod(self._apply),
-                "setup_context": staticmethod(self._setup),
-                "backward": staticmethod(self._gradients),
-            },
-        )
+        forward_name, backward_name = f"regard::{name}_forward", f"regard::{name}_backward"
+        torch.library.register_fake(forward_name, self._fake_forward, lib=_library)
+        torch.library.register_fake(backward_name, self._fake_backward, lib=_library)
+        torch.library.register_autograd(forward_name, self._gradients, setup_context=self._setup, lib=_library)
+        torch.library.register_autograd(backward_name, self._once, lib=_library)
+        methods: dict[str, Any] = {"forward": self._forward, "setup_context": self._setup, "backward": self._gradients}
+        methods = {key: staticmethod(method) for key, method in methods.items()}
+        self._function: Any = type(f"_{name}", (torch.autograd.Function,), methods)
 
-    def __call__(self, tensors: Tensors, numbers: Sequence[float] = ()) -> tuple[Tensor, Tensor]:
-        """(output, last state), recorded by autograd where gradients are wanted."""
-        numbers = list(numbers)
-        wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors[: self.trained])
-        if torch.compiler.is_compiling():
-            operator = getattr(torch.ops.regard, f"{self.name}_forward")
-            out, last, _ = operator(*tensors, numbers, wanted)
-        elif wanted:
-            out, last, _ = self._function.apply(*tensors, numbers, True)  # type: ignore[attr-defined]
+    def __call__(self, operands: O, keep: bool = False) -> tuple[Tensor, Tensor]:
+        """(output, second result), recorded by autograd where gradients are wanted; `keep`: as if they were."""
+        trained = operands[: self.trained]
+        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+        # a trace runs twice, once without gradients, and has to be the same graph
+        keep = keep or (recorded and torch._C._get_tracing_state() is None)
+        if is_watched(operands[: self.tensors]):
+            out, second, _ = getattr(torch.ops.regard, f"{self.name}_forward")(*operands, keep)
+        elif recorded:
+            out, second, _ = self._function.apply(*operands, keep)
         else:
-            out, last, _ = self._apply(*tensors, numbers, False)
-        return out, last
+            out, second, _ = self._forward(*operands, keep)
+        return out, second
 
-    def _apply(self, *arguments: Any) -> Outputs:
-        if torch._C._len_torch_dispatch_stack():  # somebody watches the operators
-            outputs: Outputs = getattr(torch.ops.regard, f"{self.name}_forward")(*arguments)
-            return outputs
-        return self._forward(*arguments)
+    # ---- the two operators ---------------------------------------------------------------------------------------
 
     def _forward(self, *arguments: Any) -> Outputs:
-        *tensors, numbers, keep = arguments
-        outputs = self._empty(tensors, tuple(numbers), keep)
+        operands: O = self.operands(*arguments[:-1])
+        outputs = self._empty(operands, arguments[-1])
         fresh(*outputs)
-        self._forward_kernel(tensors, tuple(numbers), outputs)
+        self._fill(operands, outputs)
         return outputs
 
     def _fake_forward(self, *arguments: Any) -> Outputs:
-        *tensors, numbers, keep = arguments
-        return self._empty(tensors, tuple(numbers), keep)
+        return self._empty(self.operands(*arguments[:-1]), arguments[-1])
 
     def _backward(
-        self, d_out: Tensor | None, d_last: Tensor | None, out: Tensor, last: Tensor, kept: Tensor, *arguments: Any
+        self, d_out: Tensor | None, d_second: Tensor | None, out: Tensor, second: Tensor, kept: Tensor, *arguments: Any
     ) -> tuple[Tensor, ...]:
-        *tensors, numbers = arguments
-        grads = self._empty_grads(tensors)
+        operands, wanted = self.operands(*arguments[:-1]), arguments[-1]
+        grads = self._empty_grads(operands, wanted)
         fresh(*grads)
         d_out = torch.zeros_like(out, dtype=torch.float32) if d_out is None else d_out.float()
-        d_last = None if d_last is None else d_last.float().contiguous()
-        self._backward_kernel(tensors, tuple(numbers), (out, last, kept), d_out.contiguous(), d_last, grads)
+        d_second = None if d_second is None else d_second.float().contiguous()
+        chosen = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+        self._fill_grads(operands, (out, second, kept), d_out.contiguous(), d_second, chosen)
         return grads
 
-    def _fake_backward(self, d_out: Any, d_last: Any, out: Any, last: Any, kept: Any, *arguments: Any) -> Any:
-        return self._empty_grads(arguments[:-1])
+    def _fake_backward(self, d_out: Any, d_second: Any, out: Any, second: Any, kept: Any, *arguments: Any) -> Any:
+        return self._empty_grads(self.operands(*arguments[:-1]), arguments[-1])
 
-    def _empty_grads(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        """Where the kernels put gradients: float32, contiguous; empty for what is absent."""
-        some = next(t for t in tensors if t is not None)
-        return tuple(some.new_empty(0 if t is None else t.shape, dtype=torch.float32) for t in tensors[: self.trained])
+    def _empty_grads(self, operands: O, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Where the kernels put gradients: float32, contiguous; empty for what nobody wants."""
+        pairs = zip(operands[: self.trained], wanted, strict=True)
+        return tuple(operands[0].new_empty(x.shape if want else 0, dtype=torch.float32) for x, want in pairs)
+
+    # ---- autograd ------------------------------------------------------------------------------------------------
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[: self.count], *output)
-        ctx.numbers = inputs[self.count]
+        ctx.save_for_backward(*inputs[: self.tensors], *output)
+        ctx.numbers, ctx.kept = inputs[self.tensors : -1], inputs[-1]
 
-    def _gradients(self, ctx: Any, d_out: Tensor | None, d_last: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        *tensors, out, last, kept = ctx.saved_tensors
-        trained, wanted = tensors[: self.trained], ctx.needs_input_grad[: self.trained]
+    def _gradients(self, ctx: Any, d_out: Tensor | None, d_second: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        *tensors, out, second, kept = ctx.saved_tensors
+        operands = self.operands(*tensors, *ctx.numbers)
+        wanted = list(ctx.needs_input_grad[: self.trained])
+        if not ctx.kept:  # recorded without gradients, and trained now
+            out, second, kept = getattr(torch.ops.regard, f"{self.name}_forward")(*operands, True)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            found = self._recorded(tensors, tuple(ctx.numbers), d_out, d_last, wanted)
+            found = recorded_gradients(self._plain(operands), (d_out, d_second), operands, wanted)
         else:
-            operator = getattr(torch.ops.regard, f"{self.name}_backward")
-            grads = operator(d_out, d_last, out, last, kept, *tensors, ctx.numbers)
-            triples = zip(grads, trained, wanted, strict=True)
-            found = tuple(g.to(t.dtype) if want and t is not None else None for g, t, want in triples)
-        return *found, *(None,) * (self.count - self.trained + 2)
-
-    def _recorded(
-        self, tensors: Tensors, numbers: tuple[float, ...], d_out: Any, d_last: Any, wanted: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients through the plain form, differentiable again."""
-        pairs = [(y, g) for y, g in zip(self._plain(tensors, numbers), (d_out, d_last), strict=True) if g is not None]
-        outputs, given = zip(*pairs, strict=True)
-        chosen = [t for t, want in zip(tensors, wanted, strict=False) if want and t is not None]
-        given = tuple(g.to(y.dtype) for y, g in pairs)
-        found = iter(torch.autograd.grad(outputs, chosen, given, create_graph=True, allow_unused=True))
-        return tuple(next(found) if want else None for want in wanted)
+            backward = getattr(torch.ops.regard, f"{self.name}_backward")
+            grads = backward(d_out, d_second, out, second, kept, *operands, wanted)
+            triples = zip(grads, operands[: self.trained], wanted, strict=True)
+            found = tuple(g.to(x.dtype) if want else None for g, x, want in triples)
+        return *found, *(None,) * (self.count - self.trained + 1)
 
     def _once(self, *_: Any) -> Any:
         raise NotImplementedError(
             f"regard::{self.name}_backward has no derivative: differentiate twice in eager mode, or with"
-            " backend='chunked'"
+            " backend='reference'"
         )

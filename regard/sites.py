@@ -18,11 +18,15 @@ from torch import Tensor
 __all__ = ["Frame", "Packing", "Site", "Span", "can_read", "is_recording"]
 
 
+_KEYS = torch._C._TorchDispatchModeKey
+_RECORDERS = (_KEYS.PROXY, _KEYS.FAKE, _KEYS.FUNCTIONAL)
+
+
 def is_recording() -> bool:
-    """Whether a compiler, a tracer or a mode follows the operations: what is looked at would be frozen into a graph."""
+    """Whether a compiler or a tracer follows the operations: a value that is looked at would be frozen into a graph."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
-    return torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _RECORDERS))
 
 
 def can_read(tensor: Tensor) -> bool:

@@ -240,7 +240,8 @@ def _is_prefixed(term: Or, by: int, found: _Terms) -> bool:
 def _read_mask(call: AttentionCall) -> _Reading:
     """What the kernels read of the mask; remembered for the sizes last seen, so that layers share one reading."""
     mask, frame = call.mask, call.frame
-    if is_recording() or not can_read(call.q) or isinstance(frame.q_start, Tensor):
+    watched = is_recording() or torch._C._len_torch_dispatch_stack()  # what is made then is not for other calls
+    if watched or not can_read(call.q) or isinstance(frame.q_start, Tensor):
         return _new_reading(call)
     inference = torch.is_inference_mode_enabled()  # tensors made in it cannot be saved for a backward pass
     if frame.packing is None:

@@ -39,7 +39,7 @@ def room(grad: Tensor | None, like: Tensor) -> Tensor:
 
 def is_watched(tensors: Iterable[Any]) -> bool:
     """Whether a compiler, a tracer, a mode or a subclass of tensors must see operators rather than their results."""
-    if is_recording() or torch._C._len_torch_function_stack():
+    if is_recording() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return True
     return any(x is not None and type(x) not in _PLAIN for x in tensors)
 

@@ -127,8 +127,8 @@ class Frame:
         self.start_range: tuple[int, int] | None = None  # the smallest and largest start, where known
         if not isinstance(q_start, Tensor):
             self.start_range = (q_start, q_start)
-        elif q_start.numel() and can_read(q_start):
-            self.start_range = (int(q_start.min()), int(q_start.max()))
+        elif can_read(q_start):  # without batch rows any start will do
+            self.start_range = (int(q_start.min()), int(q_start.max())) if q_start.numel() else (0, 0)
 
     def site(self, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> Site:
         """The index tensors of rows ``rows[0]:rows[1]`` by columns ``cols[0]:cols[1]`` (all of them by default)."""

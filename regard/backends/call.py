@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from regard.sites import Frame, Packing
 __all__ = [
     "AttentionCall",
     "inside_transform",
+    "is_batched",
     "may_be_transformed",
     "pattern_of",
     "recorded_gradients",
@@ -148,20 +149,32 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def recorded_gradients(
-    results: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
+    run: Callable[[tuple[Tensor | None, ...]], Sequence[Tensor]],
     inputs: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of those `inputs` that are wanted, differentiable again; `grads` are those of `results` or None.
+    """The gradients of those `inputs` that are wanted, differentiable again.
 
-    For backends whose own backward pass cannot be recorded: `results` come from a form in plain torch.
+    For backends whose own backward pass cannot be recorded: `run` maps the inputs to the results in plain torch, and
+    `grads` are the gradients of these, or None.
     """
-    pairs = [(one, grad.to(one.dtype)) for one, grad in zip(results, grads, strict=True) if grad is not None]
+    # views: of inputs that are one tensor, or come from one another, each gets its own share alone
+    own = tuple(x.view_as(x) if want and x is not None else x for x, want in zip(inputs, wanted, strict=True))
+    pairs = [(one, grad.to(one.dtype)) for one, grad in zip(run(own), grads, strict=True) if grad is not None]
     outputs, given = zip(*pairs, strict=True)
-    chosen = [x for x, want in zip(inputs, wanted, strict=False) if want and x is not None]
+    chosen = [x for x, want in zip(own, wanted, strict=True) if want and x is not None]
     found: Any = iter(torch.autograd.grad(outputs, chosen, given, create_graph=True, allow_unused=True))
     return tuple(next(found) if want else None for want in wanted)
+
+
+def is_batched(grads: Sequence[Tensor | None]) -> bool:
+    """Whether gradients come many at once: ``is_grads_batched=True``, ``jacobian(vectorize=True)``, vmap over grad."""
+    functorch = torch._C._functorch
+    return any(
+        grad is not None and (functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad))
+        for grad in grads
+    )
 
 
 def zero_unread(allowed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from regard.backends import reference
-from regard.backends.call import AttentionCall, recorded_gradients
+from regard.backends.call import AttentionCall, is_batched, recorded_gradients
 from regard.backends.dropout import dropout_factor
+from regard.masks.base import tensors_of
 from regard.masks.layout import EMPTY, PARTIAL, tile_kind, tiles
 from regard.sites import Site
 
@@ -65,16 +66,22 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         call = dataclasses.replace(call, sink=None).with_tensors(tensors)
         out, lse = _forward(call)
-        ctx.call = call
-        ctx.save_for_backward(*tensors, out, lse)
+        ctx.call, ctx.count = call, len(tensors)
+        # the mask's own tensors only so that torch notices where they change before the backward pass reads them
+        read = [] if call.mask is None else [t for t in tensors_of(call.mask) if not t.is_inference()]
+        ctx.save_for_backward(*tensors, out, lse, *read)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        tensors, (out, lse) = saved[: ctx.count], saved[ctx.count : ctx.count + 2]
         call = ctx.call.with_tensors(tuple(tensors))
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return None, *recorded_gradients(reference.run(call), grads, tensors, ctx.needs_input_grad[1:])
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_batched(grads)):
+            with torch.enable_grad():  # through the definition, whose operations torch can batch
+                return None, *recorded_gradients(
+                    lambda own: reference.run(call.with_tensors(own)), tensors, grads, ctx.needs_input_grad[1:]
+                )
         found = _backward(call, out, lse, *grads)
         return None, *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
 

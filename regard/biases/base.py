@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.masks.base import tensors_of, to_device
-from regard.masks.checks import describe, fits, pick
+from regard.masks.checks import describe, fits, is_dense, is_number_type, pick
 from regard.sites import Frame, Site
 
 __all__ = ["Bias", "Dense", "Moved", "Sum", "as_bias", "needs_heads"]
@@ -85,6 +85,9 @@ class Bias:
     def to(self: B, device: torch.device | str) -> B:
         """The same bias with its tensors on `device`."""
         return to_device(self, device)  # type: ignore[no-any-return]
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{type(self).__name__} is neither true nor false: add biases with +")
 
     def __add__(self, other: Any) -> Sum:
         other = as_bias(other)
@@ -165,10 +168,13 @@ class Dense(Bias):
 
     def __post_init__(self) -> None:
         t = self.tensor
+        if isinstance(t, Tensor):
+            is_dense("bias", t)
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise TypeError(
                 f"bias: expected a float tensor, got {describe(t)}; a bool tensor is a mask: pass it as mask="
             )
+        is_number_type("bias", t)
         if t.ndim == 3:
             raise ValueError(
                 f"bias: a 3-D bias is ambiguous, got {describe(t)}; add the missing axis:"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.masks.checks import UNKNOWN, describe
 from regard.masks.intervals import Intervals
-from regard.sites import Frame, Packing, Site, Span
+from regard.sites import Frame, Packing, Site, Span, can_read, is_recording
 
 __all__ = ["And", "Mask", "Moved", "Not", "Or", "as_mask", "reach", "split_packing", "tensors_of", "to_device"]
 
@@ -50,6 +50,17 @@ class Mask:
         """The masks this one is made of."""
         return ()
 
+    def refresh(self) -> None:
+        """Forget what was derived from tensors that have changed in place: lengths that grow while decoding, say.
+
+        Values are compared: not every change of a tensor counts up its version.
+        """
+        memo = self.__dict__.get("_memo_")
+        if memo is not None and not is_recording() and not all(torch.equal(*pair) for pair in memo["seen"]):
+            del self.__dict__["_memo_"]
+        for child in self.children():
+            child.refresh()
+
     def moved(self, by: int) -> Mask:
         """The same mask for keys whose first column is slot `by` (a window cache holds only the latest columns)."""
         return self if by == 0 or self.offsets() is not None else Moved(self, by)
@@ -58,6 +69,7 @@ class Mask:
 
     def allows(self, b: Any, h: Any, i: Any, j: Any) -> Tensor:
         """Whether query slot `i` may see key slot `j` in batch row `b`, head `h`: ints or tensors that broadcast."""
+        self.refresh()
         b, h, i, j = (torch.as_tensor(x) for x in (b, h, i, j))
         return self.allows_at(Site(b, h, i, j, i, j))
 
@@ -94,6 +106,7 @@ class Mask:
         """
         from regard.masks.layout import block_layout
 
+        self.refresh()
         sizes = (size, size) if isinstance(size, int) else size
         key = (q_len, k_len, sizes, batch, heads, q_start if isinstance(q_start, int) else None)
         if isinstance(q_start, Tensor) or key not in self._memo:
@@ -135,15 +148,23 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"{type(self).__name__} is neither true nor false: combine masks with &, | and ~")
+
     @property
     def _memo(self) -> dict[Any, Any]:
         # frozen dataclass: the memo lives beside the fields; it is derived data and never part of the value
-        return self.__dict__.setdefault("_memo_", {})  # type: ignore[no-any-return]
+        memo: dict[Any, Any] | None = self.__dict__.get("_memo_")
+        if memo is None:
+            seen = [(tensor, tensor.clone()) for tensor in tensors_of(self) if can_read(tensor)]
+            memo = self.__dict__["_memo_"] = {"seen": seen}
+        return memo
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_memo_"}
 
     def _frame(self, q_len: int, k_len: int | None, batch: int, heads: int, q_start: int | Tensor | None) -> Frame:
+        self.refresh()
         k_len = q_len if k_len is None else k_len
         packing = split_packing(self)
         self.check(batch, heads, q_len, k_len)

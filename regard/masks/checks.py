@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +17,21 @@ __all__ = [
     "fits",
     "fits_ids",
     "is_bool",
+    "is_dense",
     "is_factory",
     "is_ids",
+    "is_number_type",
     "is_part",
+    "is_torch_rule",
     "label",
     "lengths",
     "pick",
+    "real",
     "same_label",
     "whole",
 ]
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNKNOWN = (True, False)  # bounds that promise nothing: some pair may be allowed, not all need be
 
 
@@ -37,6 +43,33 @@ def describe(value: Any) -> str:
     return text if text.startswith(f"{kind}(") else f"{kind} {text}"
 
 
+def is_torch_rule(value: Any) -> bool:
+    """Whether `value` is torch's `CausalBias`: a tensor by class alone, whose memory was never written."""
+    return type(value).__name__ == "CausalBias" and type(value).__module__ == "torch.nn.attention.bias"
+
+
+def is_dense(name: str, x: Tensor) -> None:
+    """Raise TypeError for tensors that hold no plain numbers in strides, or none at all."""
+    if type(x) is Tensor and x.layout is torch.strided and not x.is_nested and not x.is_quantized:
+        return
+    if is_torch_rule(x):
+        raise TypeError(
+            f"{name}: expected numbers, got torch's CausalBias, which holds none; pass mask=Causal(), with q_start=0"
+            " for its upper-left form"
+        )
+    kind = type(x).__name__
+    if x.is_nested or x.layout is not torch.strided or x.is_quantized or kind == "MaskedTensor":
+        what = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
+        what = "masked" if kind == "MaskedTensor" else what
+        raise TypeError(f"{name}: expected a dense tensor in strides, got a {what} one")
+
+
+def is_number_type(name: str, x: Tensor) -> None:
+    """Raise TypeError unless a tensor is of a dtype in which there is arithmetic."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {describe(x)}")
+
+
 def whole(name: str, value: Any, least: int | None) -> int:
     """`value` as an int of at least `least`, or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
@@ -44,6 +77,13 @@ def whole(name: str, value: Any, least: int | None) -> int:
     if least is not None and value < least:
         raise ValueError(f"{name}: expected an int of at least {least}, got {value}")
     return value  # type: ignore[return-value]
+
+
+def real(name: str, value: Any, accepted: str) -> float:
+    """`value`, any kind of real number, as a float, or an error that names the argument."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name}: expected {accepted}, got {describe(value)}")
+    return float(value)
 
 
 def is_part(name: str, value: Any, *kinds: type) -> None:
@@ -72,6 +112,7 @@ def is_bool(name: str, tensor: Any, ndims: tuple[int, ...], shape: str) -> None:
     """Raise unless `tensor` is a bool tensor of one of these numbers of dimensions."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool:
         raise TypeError(f"{name}: expected a bool tensor {shape}, True = may attend, got {describe(tensor)}")
+    is_dense(name, tensor)
     if tensor.ndim not in ndims:
         raise ValueError(f"{name}: expected a bool tensor {shape}, got {describe(tensor)}")
 
@@ -80,6 +121,7 @@ def is_ids(name: str, tensor: Any, ndims: tuple[int, ...]) -> None:
     """Raise unless `tensor` is an integer tensor of one of these numbers of dimensions."""
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise TypeError(f"{name}: expected an integer tensor, got {describe(tensor)}")
+    is_dense(name, tensor)
     if tensor.ndim not in ndims:
         raise ValueError(
             f"{name}: expected {' or '.join(map(str, ndims))} dimensions, the last one tokens, got {describe(tensor)}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.masks.base import Mask
-from regard.masks.checks import UNKNOWN, any_all, describe, fits, is_bool, pick, whole
+from regard.masks.checks import UNKNOWN, any_all, describe, fits, is_bool, is_dense, pick, whole
 from regard.sites import Site, Span, can_read
 
 __all__ = ["Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
@@ -159,16 +159,23 @@ class Edges(Mask):
         i, j = torch.broadcast_tensors(site.i, site.j)
         if not self.index.shape[1]:
             return torch.zeros_like(i, dtype=torch.bool)
-        if "codes" not in self._memo:
-            source, target = self.index.long()
-            self._memo["width"] = int(self.index.max()) + 1
-            self._memo["codes"] = (target * self._memo["width"] + source).sort().values
-        width: int = self._memo["width"]
-        codes: Tensor = self._memo["codes"]
+        width, codes = self._codes()
         wanted = i * width + j
         at = torch.searchsorted(codes, wanted.contiguous()).clamp(max=codes.numel() - 1)
         inside = (i >= 0) & (j >= 0) & (i < width) & (j < width)
         found: Tensor = (codes[at] == wanted) & inside
+        return found
+
+    def _codes(self) -> tuple[int | Tensor, Tensor]:
+        """(one more than the largest slot, the sorted numbers ``i * that + j`` of the edges)."""
+        if (known := self._memo.get("codes")) is not None:
+            return known  # type: ignore[no-any-return]
+        source, target = self.index.long()
+        largest = self.index.max() + 1
+        width = int(largest) if can_read(self.index) else largest
+        found = width, (target * width + source).sort().values
+        if can_read(self.index):
+            self._memo["codes"] = found
         return found
 
 
@@ -179,6 +186,8 @@ class Dense(Mask):
     tensor: Tensor
 
     def __post_init__(self) -> None:
+        if isinstance(self.tensor, Tensor):
+            is_dense("mask", self.tensor)
         if isinstance(self.tensor, Tensor) and self.tensor.ndim == 3:
             raise ValueError(
                 f"mask: a 3-D mask is ambiguous, got {describe(self.tensor)}; add the missing axis:"

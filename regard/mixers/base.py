@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from regard.masks.checks import describe
+from regard.masks.checks import describe, is_dense, is_number_type
 
 __all__ = ["Record", "check_tokens"]
 
@@ -36,6 +36,8 @@ def check_tokens(name: str, x: Tensor, dim: int, like: Tensor | None = None) -> 
     """Raise unless `x` is a floating tensor (B, T, dim), with the batch size of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor (B, T, {dim}), got {describe(x)}")
+    is_dense(name, x)
+    is_number_type(name, x)
     if x.ndim != 3 or x.shape[-1] != dim:
         raise ValueError(f"{name}: expected (B, T, {dim}), got shape {tuple(x.shape)}")
     if like is not None and x.shape[0] != like.shape[0]:

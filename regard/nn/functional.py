@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from regard.masks import Causal
+from regard.masks import Causal, Mask
+from regard.masks.checks import is_dense, is_torch_rule
 from regard.ops.attention import attention
 
 __all__ = ["scaled_dot_product_attention"]
@@ -23,8 +27,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch's function of that name through `regard.attention`: the same arguments, the same meanings.
 
-    query (..., H, T, D), key (..., Hkv, S, D), value (..., Hkv, S, Dv), at least 2-D. A bool `attn_mask` marks what may
-    be attended to, a float one is added. ``is_causal`` is aligned to the top-left corner, as torch's is (query t sees
+    query (..., H, T, D), key (..., Hkv, S, D), value (..., Hkv, S, Dv), at least 2-D; the axes before the last two
+    broadcast. A bool `attn_mask` marks what may be attended to, a float one is added, and torch's own `CausalBias` is
+    the rule that it stands for. ``is_causal`` is aligned to the top-left corner, as torch's is (query t sees
     keys 0..t), and may not be combined with a mask. `enable_gqa` must be given where the head counts differ. Dropout
     draws this library's bits.
 
@@ -35,39 +40,51 @@ def scaled_dot_product_attention(
     >>> torch.allclose(scaled_dot_product_attention(q, q, q, is_causal=True), theirs, atol=1e-6)
     True
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        is_dense(name, x)
     if min(query.ndim, key.ndim, value.ndim) < 2:
         raise ValueError(
             f"query, key, value: expected at least 2 dimensions, got {query.ndim}, {key.ndim}, {value.ndim}"
         )
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal: it cannot be combined with attn_mask; put the causal rule into the mask")
-    batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    q, k, v = (_four(x, batch) for x in (query, key, value))
-    if not enable_gqa and not (q.shape[1] == k.shape[1] == v.shape[1]):
-        heads = torch.broadcast_shapes((q.shape[1],), (k.shape[1],), (v.shape[1],))[0]
-        q, k, v = (x.expand(-1, heads, -1, -1) for x in (q, k, v))
-    mask = bias = None
-    if attn_mask is not None:
-        full = (*batch, q.shape[1], q.shape[2], k.shape[2]) if query.ndim > 2 else (q.shape[2], k.shape[2])
-        given = attn_mask.expand(torch.broadcast_shapes(attn_mask.shape, full))
-        given = given.reshape(-1, q.shape[1], *given.shape[-2:]) if given.ndim > 2 else given
+    tensors = query, key, value
+    grouped = enable_gqa and min(x.ndim for x in tensors) > 2
+    axes = -3 if grouped else -2  # the axes before these broadcast
+    lead = torch.broadcast_shapes(*(x.shape[:axes] for x in tensors))
+    q, k, v = (x.expand(*lead, *x.shape[axes:]) for x in tensors)
+    lead = q.shape[:-2]
+    q, k, v = map(_four, (q, k, v))
+    rule = _rule(attn_mask, q.shape[2], k.shape[2]) if is_torch_rule(attn_mask) else None
+    mask: Mask | Tensor | None = Causal() if is_causal else rule
+    bias = None
+    if attn_mask is not None and rule is None:
+        given = _four(attn_mask.expand(*lead, q.shape[2], k.shape[2]))
         mask, bias = (given, None) if attn_mask.dtype == torch.bool else (None, given)
+    top_left = is_causal or (rule is not None and not _is_lower(attn_mask))
     out: Tensor = attention(
-        q,
-        k,
-        v,
-        mask=Causal() if is_causal else mask,
-        bias=bias,
-        dropout_p=dropout_p,
-        scale=scale,
-        q_start=0 if is_causal else None,
+        q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale, q_start=0 if top_left else None
     )
-    return out[0, 0] if query.ndim == 2 else out.reshape(*batch, *out.shape[1:])
+    return out.reshape(*lead, *out.shape[2:])
 
 
-def _four(x: Tensor, batch: torch.Size) -> Tensor:
-    """(..., H, T, D) as (B, H, T, D); 2-D inputs get a head of their own."""
-    if x.ndim == 2:
-        x = x[None]
-    x = x.expand(*batch, *x.shape[-3:])
-    return x.reshape(-1, *x.shape[-3:])
+def _four(x: Tensor) -> Tensor:
+    """(..., H, T, D) as (B, H, T, D), both 1 where they are absent."""
+    while x.ndim < 4:
+        x = x.unsqueeze(0)
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _is_lower(rule: Any) -> bool:
+    name: str = rule.variant.name
+    return name == "LOWER_RIGHT"
+
+
+def _rule(rule: Any, q_len: int, k_len: int) -> Mask:
+    """torch's `CausalBias` as a mask; it stands for sizes, which the lower-right rule depends on."""
+    if _is_lower(rule) and (rule.seq_len_q, rule.seq_len_kv) != (q_len, k_len):
+        raise ValueError(
+            f"attn_mask: expected a CausalBias for {q_len} queries and {k_len} keys, got one for "
+            f"{rule.seq_len_q} and {rule.seq_len_kv}"
+        )
+    return Causal()

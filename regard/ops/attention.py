@@ -16,7 +16,7 @@ from regard.backends.call import pattern_of, sink_share
 from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
 from regard.masks import Mask, as_mask, split_packing
-from regard.masks.checks import describe
+from regard.masks.checks import describe, is_dense, is_number_type, real
 from regard.ops.checks import scale_of
 from regard.sites import Frame
 
@@ -185,13 +185,13 @@ def _call(
     for x in (q, k, v):
         if not isinstance(x, Tensor) or x.ndim != 4:
             _refuse_operand("q" if x is q else "k" if x is k else "v", x)
+        is_dense("q, k, v", x)
     if _autocast(q):
         low = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(low) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (q, k, v))
     if not (q.dtype == k.dtype == v.dtype):
         raise TypeError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.is_floating_point():
-        raise TypeError(f"q, k, v: expected a floating dtype, got {q.dtype}")
+    is_number_type("q, k, v", q)
     device = q.device
     if not (device == k.device and device == v.device):
         raise ValueError(f"q, k, v: expected one device, got {device}, {k.device}, {v.device}")
@@ -213,6 +213,7 @@ def _call(
             "q_start: packed lengths place the queries themselves; leave q_start=None with Segments.from_lengths"
         )
     if mask is not None:
+        mask.refresh()
         mask.check(batch, q_heads, q_len, k_len)
     if bias is not None:
         bias.check(batch, q_heads, q_len, k_len)
@@ -238,17 +239,17 @@ def _call(
 def _refuse_operand(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
+    is_dense(name, x)
     raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
 
 
-def _softcap(softcap: Any) -> float | None:
+def _softcap(softcap: float | None) -> float | None:
     if softcap is None or softcap == math.inf:
         return None
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap: expected a number or None, got {describe(softcap)}")
+    softcap = real("softcap", softcap, "a number or None")
     if not softcap > 0:
         raise ValueError(f"softcap: expected a number > 0 (None or inf for none), got {softcap}")
-    return float(softcap) if softcap < LOOSEST else None
+    return softcap if softcap < LOOSEST else None
 
 
 def _sink(sink: Any, heads: int) -> Tensor | None:
@@ -256,17 +257,18 @@ def _sink(sink: Any, heads: int) -> Tensor | None:
         return None
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         raise TypeError(f"sink: expected a float tensor ({heads},), got {describe(sink)}")
+    is_dense("sink", sink)
+    is_number_type("sink", sink)
     if sink.shape != (heads,):
         raise ValueError(f"sink: expected one logit per query head, ({heads},), got shape {tuple(sink.shape)}")
     return sink
 
 
-def _probability(p: Any) -> float:
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
-        raise TypeError(f"dropout_p: expected a number in [0, 1], got {describe(p)}")
+def _probability(p: float) -> float:
+    p = real("dropout_p", p, "a number in [0, 1]")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout_p: expected a number in [0, 1], got {p}")
-    return float(p)
+    return p
 
 
 def _start(q_start: Any, batch: int) -> int | Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numbers
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.masks.checks import describe
+from regard.masks.checks import describe, is_dense, is_number_type, real
 
 __all__ = [
     "autocasting",
@@ -56,6 +55,8 @@ def check_float(name: str, x: Any, ndim: int, shape: object, like: Tensor | None
     """Raise unless `x` is a floating tensor of `ndim` dimensions, on the device of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor {shape}, got {describe(x)}")
+    is_dense(name, x)
+    is_number_type(name, x)
     if x.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimensions {shape}, got shape {tuple(x.shape)}")
     if like is not None and x.device != like.device:
@@ -75,16 +76,15 @@ def check_state(state: Any, shape: Sequence[int], like: Tensor) -> None:
         check_shape("state", state, shape)
 
 
-def scale_of(scale: Any, width: int) -> float:
+def scale_of(scale: float | None, width: int) -> float:
     """The factor on ``q . k``: ``width ** -0.5`` by default."""
     if scale is None:
         width = int(width) if isinstance(width, Tensor) else width  # torch.jit.trace gives sizes as tensors
         return 1.0 / math.sqrt(width) if width else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, numbers.Real)):
-        raise TypeError(f"scale: expected a number or None, got {describe(scale)}")
+    scale = real("scale", scale, "a number or None")
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    return float(scale)
+    return scale
 
 
 def tied(out: Tensor, tensors: Iterable[Tensor]) -> Tensor:

@@ -403,7 +403,7 @@ def _by_distance(call: AttentionCall, parts: list[Bias]) -> tuple[Tensor, int]:
         assert call.frame.start_range is not None
         span = call.frame.start_range
     zero = span[1] + q_len - 1
-    j = torch.arange(-zero, k_len - span[0], device=device).view(1, 1, 1, -1)
+    j = torch.arange(-zero, max(k_len - span[0], -zero), device=device).view(1, 1, 1, -1)  # none without pairs
     i = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     h = torch.arange(call.q.shape[1], device=device).view(1, -1, 1, 1)
     site = Site(i, h, i, j, i, j)

@@ -63,7 +63,7 @@ class Operator(Generic[O]):
     def __init__(
         self,
         name: str,
-        operands: type[O],
+        operands: Callable[..., O],
         trained: int,
         *,
         empty: Callable[[O, bool], Outputs],
@@ -89,6 +89,7 @@ class Operator(Generic[O]):
         torch.library.register_fake(backward_name, self._fake_backward, lib=_library)
         torch.library.register_autograd(forward_name, self._gradients, setup_context=self._setup, lib=_library)
         torch.library.register_autograd(backward_name, self._once, lib=_library)
+        torch.library.register_vmap(backward_name, self._mapped, lib=_library)
         methods: dict[str, Any] = {"forward": self._forward, "setup_context": self._setup, "backward": self._gradients}
         methods = {key: staticmethod(method) for key, method in methods.items()}
         self._function: Any = type(f"_{name}", (torch.autograd.Function,), methods)
@@ -134,6 +135,16 @@ class Operator(Generic[O]):
     def _fake_backward(self, d_out: Any, d_second: Any, out: Any, second: Any, kept: Any, *arguments: Any) -> Any:
         return self._empty_grads(self.operands(*arguments[:-1]), arguments[-1])
 
+    def _mapped(self, info: Any, dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        """Many backward passes, of gradients that vmap gives at once: one after the other."""
+        backward = getattr(torch.ops.regard, f"{self.name}_backward")
+        rows = (
+            backward(*(x.select(dim, n) if isinstance(dim, int) else x for x, dim in zip(arguments, dims, strict=True)))
+            for n in range(info.batch_size)
+        )
+        grads = tuple(map(torch.stack, zip(*rows, strict=True)))
+        return grads, (0,) * len(grads)
+
     def _empty_grads(self, operands: O, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         """Where the kernels put gradients: float32, contiguous; empty for what nobody wants."""
         pairs = zip(operands[: self.trained], wanted, strict=True)
@@ -148,12 +159,15 @@ class Operator(Generic[O]):
 
     def _gradients(self, ctx: Any, d_out: Tensor | None, d_second: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         *tensors, out, second, kept = ctx.saved_tensors
-        operands = self.operands(*tensors, *ctx.numbers)
+        operands: O = self.operands(*tensors, *ctx.numbers)
         wanted = list(ctx.needs_input_grad[: self.trained])
         if not ctx.kept:  # recorded without gradients, and trained now
             out, second, kept = getattr(torch.ops.regard, f"{self.name}_forward")(*operands, True)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            found = recorded_gradients(self._plain(operands), (d_out, d_second), operands, wanted)
+            rest: tuple[Any, ...] = operands[self.trained :]
+            found = recorded_gradients(
+                lambda own: self._plain(self.operands(*own, *rest)), operands[: self.trained], (d_out, d_second), wanted
+            )
         else:
             backward = getattr(torch.ops.regard, f"{self.name}_backward")
             grads = backward(d_out, d_second, out, second, kept, *operands, wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -16,8 +16,8 @@ __all__ = ["Record", "check_tokens"]
 class Record:
     """One mechanism in the catalogue: what it is, where it comes from, and how to build a layer of it.
 
-    `build(dim, heads)` makes a layer with the published defaults. The flags say which free checks apply; a check that
-    does not apply has its reason in `exempt`, name to sentence.
+    `build(dim, heads)` makes a layer with the published defaults. The flags say what the layer promises, and so which
+    checks of the contract apply to it.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Record:
     cached: bool = True  # decodes with a cache
     counts_slots: bool = True  # masks or biases count slots, so padding between real tokens moves them
     context: bool = False  # takes a context (cross-attention)
-    exempt: dict[str, str] = field(default_factory=dict)
+    off_kernels: str = ""  # why the CPU kernels do not run it, in a sentence; empty where they do
 
 
 def check_tokens(name: str, x: Tensor, dim: int, like: Tensor | None = None) -> None:

@@ -326,6 +326,7 @@ records = (
     ),
     Record(
         name="linear_bidirectional",
+        off_kernels="it mixes all tokens in two plain products, which are torch's own",
         summary="kernel linear attention over all tokens",
         source="Katharopoulos et al. 2020, arXiv:2006.16236",
         build=lambda dim, heads: LinearAttention(dim, heads, bidirectional=True),
@@ -336,6 +337,7 @@ records = (
     ),
     Record(
         name="linear_cross",
+        off_kernels="it mixes all tokens in two plain products, which are torch's own",
         summary="kernel linear attention over a context, whose sums are written to the cache once",
         source="Katharopoulos et al. 2020, arXiv:2006.16236",
         build=lambda dim, heads: LinearCrossAttention(dim, heads, context_dim=dim + 4),
@@ -364,6 +366,7 @@ records = (
     ),
     Record(
         name="rebased",
+        off_kernels="its features cancel, so they are summed in float64, and the kernels compute in float32",
         summary="linear attention with a learned parabola of normalised queries and keys",
         source="Aksenov et al. 2024, arXiv:2402.10644",
         build=lambda dim, heads: LinearAttention(dim, heads, key_dim=16, feature_map=Rebased, eps=1e-12),

@@ -10,7 +10,7 @@ A check raises `ContractViolation`, whose text says what was done and by how muc
 how to make a layer, and which promises it gives.
 """
 
-from regard.testing.checks import CHECKS, Check, Result, run_checks
+from regard.testing.checks import CHECKS, DTYPES, Check, Result, run_checks
 from regard.testing.subject import ContractViolation, Subject
 
-__all__ = ["CHECKS", "Check", "ContractViolation", "Result", "Subject", "run_checks"]
+__all__ = ["CHECKS", "DTYPES", "Check", "ContractViolation", "Result", "Subject", "run_checks"]

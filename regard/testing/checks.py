@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from regard.testing import modules, numerics, sequence
-from regard.testing.subject import ContractViolation, Subject
+import torch
 
-__all__ = ["CHECKS", "Check", "Result", "run_checks"]
+from regard.backends.native import library
+from regard.testing import modules, numerics, sequence
+from regard.testing.subject import TOLERANCES, ContractViolation, Subject
+
+__all__ = ["CHECKS", "DTYPES", "Check", "Result", "run_checks"]
 
 
 def _always(subject: Subject) -> str | None:
@@ -37,18 +40,43 @@ def _mixes(subject: Subject) -> str | None:
     return None if hasattr(subject.make(), "mixing") else "it has no mixing method"
 
 
+def _rounded(subject: Subject) -> str | None:
+    return "float64 is what the other dtypes are compared with" if subject.dtype == torch.float64 else None
+
+
+def _native(subject: Subject) -> str | None:
+    if subject.off_kernels:
+        return subject.off_kernels
+    if library.REASON is not None:
+        return f"native not built: {library.REASON}"
+    if subject.dtype == torch.float64:
+        return "the kernels compute in float32, so float64 runs on the plain-torch backends"
+    return None
+
+
 @dataclass(frozen=True)
 class Check:
-    """One promise: `run` raises `ContractViolation` when a subject breaks it; `skip` says why it does not apply."""
+    """One promise: `run` raises `ContractViolation` when a subject breaks it; `skip` says why it does not apply.
+
+    `slow` names the dtypes in which it takes long, so that it runs only when asked for.
+    """
 
     name: str
     run: Callable[[Subject], None]
     applies: Callable[[Subject], str | None] = _always
-    slow: bool = False
+    slow: tuple[torch.dtype, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """What is promised, in one sentence."""
+        return (self.run.__doc__ or "").strip()
 
     def skip(self, subject: Subject) -> str | None:
         """Why this check does not apply to `subject`, or None."""
         return subject.exempt.get(self.name) or self.applies(subject)
+
+
+DTYPES = tuple(TOLERANCES)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -64,16 +92,17 @@ CHECKS: tuple[Check, ...] = (
     Check("backends_agree", numerics.backends_agree),
     Check("gradients", numerics.gradients),
     Check("second_gradients", numerics.second_gradients),
-    Check("low_precision", numerics.low_precision),
+    Check("native_runs", numerics.native_runs, _native),
+    Check("low_precision", numerics.low_precision, _rounded),
     Check("strides", numerics.strides),
     Check("unwritten_memory", numerics.unwritten_memory),
     Check("empty_inputs", numerics.empty_inputs),
     Check("mixing", numerics.mixing, _mixes),
     Check("copies", modules.copies),
     Check("meta_device", modules.meta_device),
-    Check("compiled", modules.compiled),
+    Check("compiled", modules.compiled, slow=(torch.float64, torch.bfloat16, torch.float16)),
     Check("error_texts", modules.error_texts),
-    Check("inductor", modules.inductor, slow=True),
+    Check("inductor", modules.inductor, slow=DTYPES),
 )
 
 
@@ -89,8 +118,12 @@ class Result:
 def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: bool = False) -> list[Result]:
     """Run the checks (those named in `only`, else all that are not slow) on a subject.
 
-    A check that ends in any error has failed, and the result says which error; ValueError for unknown names in `only`.
+    They run in the subject's dtype; ``subject.at(torch.bfloat16)`` is the same subject in another. A check that ends in
+    any error has failed, and the result says which error.
+
+    Raises ValueError for unknown names in `only`, and for exemptions that name no check or give no reason.
     """
+    _check_exemptions(subject)
     if isinstance(only, str):
         raise TypeError(f"only: expected a list of names of checks, got the string {only!r}")
     wanted = None if only is None else set(only)
@@ -99,7 +132,7 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
         raise ValueError(f"only: expected names of checks, got {', '.join(sorted(unknown))}")
     results = []
     for check in CHECKS:
-        if check.name not in wanted if wanted is not None else check.slow and not slow:
+        if check.name not in wanted if wanted is not None else subject.dtype in check.slow and not slow:
             continue
         reason = check.skip(subject)
         if reason is not None:
@@ -112,5 +145,14 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
         except Exception as error:  # a module of a third party may fail in any way; the other checks still run
             results.append(Result(check.name, False, f"it raised {type(error).__name__}: {error}"))
         else:
-            results.append(Result(check.name, True, (check.run.__doc__ or "").strip()))
+            results.append(Result(check.name, True, check.summary))
     return results
+
+
+def _check_exemptions(subject: Subject) -> None:
+    unknown = set(subject.exempt) - {check.name for check in CHECKS}
+    if unknown:
+        raise ValueError(f"exempt: expected names of checks, got {', '.join(sorted(unknown))}")
+    for name, reason in subject.exempt.items():
+        if not isinstance(reason, str) or len(reason.split()) < 4:
+            raise ValueError(f"exempt: expected a sentence that says why {name} does not apply, got {reason!r}")

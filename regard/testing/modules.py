@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from regard.testing.subject import ContractViolation, Subject, close
+from regard.testing.subject import ContractViolation, Subject
 
 __all__ = ["compiled", "copies", "error_texts", "inductor", "meta_device"]
 
@@ -19,36 +19,36 @@ def copies(subject: Subject) -> None:
     layer = subject.layer()
     x = subject.tokens(2, 6)
     want = subject.run(layer, x)
-    close("deepcopy", subject.run(copy.deepcopy(layer), x), want, 1e-12)
+    subject.close("deepcopy", subject.run(copy.deepcopy(layer), x), want, same_order=True)
     buffer = io.BytesIO()
     torch.save(layer.state_dict(), buffer)
     buffer.seek(0)
     other = subject.layer(seed=7)
     other.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
-    close("a state_dict round trip", subject.run(other, x), want, 1e-12)
+    subject.close("a state_dict round trip", subject.run(other, x), want, same_order=True)
 
 
 def meta_device(subject: Subject) -> None:
     """The layer runs on the meta device: shapes without memory."""
-    layer: Any = subject.make().to("meta")
-    x = torch.empty(2, 6, subject.dim, device="meta")
-    given = {"context": torch.empty(2, 7, layer.context_dim, device="meta")} if subject.context else {}
+    layer: Any = subject.make().to("meta", subject.dtype)
+    x = torch.empty(2, 6, subject.dim, device="meta", dtype=subject.dtype)
+    given = {"context": x.new_empty(2, 7, layer.context_dim)} if subject.context else {}
     out = layer(x, **given)
-    if out.shape != x.shape or out.device.type != "meta":
-        raise ContractViolation(f"on meta: {tuple(out.shape)} on {out.device}")
+    if out.shape != x.shape or out.device.type != "meta" or out.dtype != subject.dtype:
+        raise ContractViolation(f"on meta: {tuple(out.shape)} in {out.dtype} on {out.device}")
 
 
 def _compiled(subject: Subject, backend: str) -> None:
-    layer = subject.layer(torch.float32)
+    layer = subject.layer()
     torch._dynamo.reset()
     fast = torch.compile(layer, fullgraph=True, backend=backend)
     for length in (6, 9):
-        x = subject.tokens(2, length, torch.float32).requires_grad_()
+        x = subject.tokens(2, length).requires_grad_()
         context = subject.context_for(layer, x)
         want, got = layer(x, **context), fast(x, **context)
-        close(f"compiled, {length} tokens", got, want, 1e-5)
+        subject.close(f"compiled, {length} tokens", got, want)
         a, b = (torch.autograd.grad(out.square().sum(), x)[0] for out in (got, want))
-        close(f"compiled, gradient, {length} tokens", a, b, 1e-4)
+        subject.close(f"compiled, gradient, {length} tokens", a, b)
 
 
 def compiled(subject: Subject) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.testing.subject import ContractViolation, Subject, close
+from regard.testing.subject import ContractViolation, Subject
 
 __all__ = [
     "batch_independence",
@@ -33,19 +33,25 @@ def causality(subject: Subject) -> None:
         changed = x.clone()
         changed[:, cut:] = 50.0 * torch.randn_like(changed[:, cut:])
         after = subject.run(layer, changed)
-        close(f"tokens before {cut} after changing those from {cut} on", after[:, :cut], before[:, :cut], 1e-12)
+        subject.close(
+            f"tokens before {cut} after changing those from {cut} on", after[:, :cut], before[:, :cut], same_order=True
+        )
 
 
 def batch_independence(subject: Subject) -> None:
-    """A row's result does not depend on the other rows, and equal rows are bitwise equal."""
+    """A row's result does not depend on the other rows; equal rows, and equal calls, give equal results."""
     layer = subject.layer()
     x = subject.tokens(3, LENGTH)
     together = subject.run(layer, x)
     for row in range(3):
-        close(f"row {row} alone", subject.run(layer, x[row : row + 1]), together[row : row + 1], 1e-12)
+        subject.close(
+            f"row {row} alone", subject.run(layer, x[row : row + 1]), together[row : row + 1], same_order=True
+        )
     same = subject.run(layer, x[:1].expand(4, -1, -1))
-    if not torch.equal(same, same[:1].expand_as(same)):
+    # torch's own float32 products of many rows treat the last ones differently; its float64 ones do not
+    if subject.dtype == torch.float64 and not torch.equal(same, same[:1].expand_as(same)):
         raise ContractViolation("equal rows of one batch differ")
+    subject.close("equal rows of one batch", same, same[:1].expand_as(same), same_order=True)
     if not torch.equal(subject.run(layer, x), together):
         raise ContractViolation("the same call twice gave different bits")
 
@@ -62,7 +68,7 @@ def splits(subject: Subject) -> None:
         for number, part in enumerate(x.split(pieces, 1)):
             given = (context if number == 0 else {"context": None}) if subject.context else {}
             outs.append(layer(part, cache=cache, **given))
-        close(f"the calls {pieces} against one call", torch.cat(outs, 1), whole)
+        subject.close(f"the calls {pieces} against one call", torch.cat(outs, 1), whole)
         if not subject.context and cache.length != LENGTH:
             raise ContractViolation(f"the cache says it has seen {cache.length} tokens of {LENGTH}")
 
@@ -86,7 +92,7 @@ def _padding(subject: Subject, keep: Tensor) -> None:
         raise ContractViolation(f"padding changed the output's shape: {tuple(whole.shape)}")
     for row, length in enumerate(lengths):
         alone = layer(real[row : row + 1, :length])
-        close(f"row {row}, padded, against the row alone", whole[row : row + 1, keep[row]], alone)
+        subject.close(f"row {row}, padded, against the row alone", whole[row : row + 1, keep[row]], alone)
     (grad,) = torch.autograd.grad((whole * keep[..., None]).sum(), x)
     if bool((grad[~keep] != 0).any()):
         raise ContractViolation("gradients reach padding tokens")
@@ -95,7 +101,7 @@ def _padding(subject: Subject, keep: Tensor) -> None:
     for pieces in ([4, keep.shape[1] - 4], [1] * keep.shape[1]):
         cache = layer.init_cache(keep.shape[0], keep.shape[1])
         outs = [layer(a, keep=b, cache=cache) for a, b in zip(x.split(pieces, 1), keep.split(pieces, 1), strict=True)]
-        close(f"padded, in the calls {pieces}", torch.cat(outs, 1)[keep], whole[keep])
+        subject.close(f"padded, in the calls {pieces}", torch.cat(outs, 1)[keep], whole[keep])
 
 
 def left_padding(subject: Subject) -> None:
@@ -122,7 +128,7 @@ def packed(subject: Subject) -> None:
     for row in range(2):
         for one in ids[row].unique().tolist():
             part = ids[row] == one
-            close(f"segment {one} of row {row}", whole[row : row + 1, part], layer(x[row : row + 1, part]))
+            subject.close(f"segment {one} of row {row}", whole[row : row + 1, part], layer(x[row : row + 1, part]))
     last = ids == ids[:, -1:]
     (grad,) = torch.autograd.grad(whole[last].sum(), x)
     if bool((grad[~last] != 0).any()):
@@ -134,7 +140,7 @@ def packed(subject: Subject) -> None:
         outs = [
             layer(a, segments=b, cache=cache) for a, b in zip(x.split(pieces, 1), ids.split(pieces, 1), strict=True)
         ]
-        close(f"packed, in the calls {pieces}", torch.cat(outs, 1), whole)
+        subject.close(f"packed, in the calls {pieces}", torch.cat(outs, 1), whole)
 
 
 def reorder(subject: Subject) -> None:
@@ -150,7 +156,7 @@ def reorder(subject: Subject) -> None:
     for row, old in enumerate(order):
         alone = layer.init_cache(1, 8)
         layer(x[old : old + 1], cache=alone, **{key: value[old : old + 1] for key, value in context.items()})
-        close(f"row {row} after reorder({order})", got[row : row + 1], layer(more[row : row + 1], cache=alone))
+        subject.close(f"row {row} after reorder({order})", got[row : row + 1], layer(more[row : row + 1], cache=alone))
 
 
 def cache_rules(subject: Subject) -> None:
@@ -162,15 +168,17 @@ def cache_rules(subject: Subject) -> None:
     layer(x, cache=cache, **context)
     copy = cache.clone()
     step = layer(more, cache=cache)
-    close("the same step on a clone", layer(more, cache=copy), step, 1e-12)
+    subject.close("the same step on a clone", layer(more, cache=copy), step, same_order=True)
     if not subject.context:
         _full(layer, cache, more)
-        _crop(layer, cache, x, more, step)
+        _crop(subject, layer, cache, more, step)
     cache.reset()
     if cache.length != 0:
         raise ContractViolation(f"reset left length {cache.length}")
     again = layer(x, cache=cache, **context)
-    close("after reset, against a new cache", again, layer(x, cache=layer.init_cache(2, 7), **context), 1e-12)
+    subject.close(
+        "after reset, against a new cache", again, layer(x, cache=layer.init_cache(2, 7), **context), same_order=True
+    )
 
 
 def _full(layer: Any, cache: Any, more: Tensor) -> None:
@@ -187,7 +195,7 @@ def _full(layer: Any, cache: Any, more: Tensor) -> None:
         raise ContractViolation("a full cache changed before it raised")
 
 
-def _crop(layer: Any, cache: Any, x: Tensor, more: Tensor, step: Tensor) -> None:
+def _crop(subject: Subject, layer: Any, cache: Any, more: Tensor, step: Tensor) -> None:
     cache.crop(cache.length + 5)  # more than it has: nothing happens
     try:
         cache.crop(-1)
@@ -202,4 +210,4 @@ def _crop(layer: Any, cache: Any, x: Tensor, more: Tensor, step: Tensor) -> None
         if cache.length != length:
             raise ContractViolation("a crop that raised changed the cache") from None
         return
-    close("a step repeated after crop", layer(more, cache=cache), step, 1e-12)
+    subject.close("a step repeated after crop", layer(more, cache=cache), step, same_order=True)

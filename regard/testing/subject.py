@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,14 +13,23 @@ from torch import Tensor, nn
 
 from regard.mixers.base import Record
 
-__all__ = ["ContractViolation", "Subject", "close"]
+__all__ = ["TOLERANCES", "ContractViolation", "Subject", "close"]
 
 
 class ContractViolation(AssertionError):
     """A layer broke a promise of the contract; the text says which, on what input, and by how much."""
 
 
-def close(what: str, got: Tensor, want: Tensor, tolerance: float = 1e-10) -> None:
+# What two ways to the same numbers may differ by, of the largest entry: by another order of sums, and by the same one.
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (4e-5, 4e-6),
+    torch.bfloat16: (4e-2, 2e-2),
+    torch.float16: (6e-3, 3e-3),
+}
+
+
+def close(what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     """Raise `ContractViolation` unless two tensors agree to `tolerance` of the largest wanted entry (at least 1)."""
     if got.shape != want.shape:
         raise ContractViolation(f"{what}: shapes {tuple(got.shape)} and {tuple(want.shape)} differ")
@@ -47,6 +57,8 @@ class Subject:
         counts_slots: padding between real tokens may move its masks or biases (padding before or after never may).
         context: it is called with a context of ``layer.context_dim`` channels.
         exempt: checks that do not apply, each with the reason in one sentence.
+        off_kernels: why the library's CPU kernels need not run it; empty where they must, being built.
+        dtype: what its parameters and tokens are made in.
     """
 
     name: str
@@ -57,6 +69,8 @@ class Subject:
     counts_slots: bool = True
     context: bool = False
     exempt: dict[str, str] = field(default_factory=dict)
+    off_kernels: str = "it is not said to be made of the library's operations"
+    dtype: torch.dtype = torch.float64
 
     @classmethod
     def of(cls, record: Record, dim: int = 16, heads: int = 4) -> Subject:
@@ -69,15 +83,31 @@ class Subject:
             cached=record.cached,
             counts_slots=record.counts_slots,
             context=record.context,
-            exempt=record.exempt,
+            off_kernels=record.off_kernels,
         )
+
+    def at(self, dtype: torch.dtype) -> Subject:
+        """The same subject in another dtype."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    @property
+    def tolerance(self) -> float:
+        """What two ways to the same numbers may differ by, of the largest entry."""
+        return TOLERANCES[self.dtype][0]
+
+    def close(self, what: str, got: Tensor, want: Tensor, *, same_order: bool = False) -> None:
+        """Raise `ContractViolation` unless two tensors agree as closely as the dtype lets two ways to them agree.
+
+        `same_order`: both were summed in the same order.
+        """
+        close(what, got, want, TOLERANCES[self.dtype][same_order])
 
     @property
     def device(self) -> torch.device:
         """The device that the environment variable REGARD_DEVICE names; the CPU by default."""
         return torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
 
-    def layer(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    def layer(self, seed: int = 0) -> nn.Module:
         """A fresh layer in evaluation mode with random parameters, biases and norms included."""
         layer = self.make()
         generator = torch.Generator().manual_seed(seed)
@@ -86,12 +116,13 @@ class Subject:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 wide = parameter.ndim > 1
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5 if wide else parameter.double() + 0.3 * noise)
-        return layer.to(self.device, dtype).eval()
+        return layer.to(self.device, self.dtype).eval()
 
-    def tokens(self, batch: int, length: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    def tokens(self, batch: int, length: int, seed: int = 1) -> Tensor:
         """Random tokens (B, T, dim)."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(batch, length, self.dim, generator=generator, dtype=torch.float64).to(self.device, dtype)
+        tokens = torch.randn(batch, length, self.dim, generator=generator, dtype=torch.float64)
+        return tokens.to(self.device, self.dtype)
 
     def context_for(self, layer: Any, x: Tensor, length: int = 7) -> dict[str, Tensor]:
         """``{"context": …}`` where the layer takes one, the same in every row, else nothing."""

@@ -8,14 +8,16 @@ the same tile as integer ranges, which is all that a block layout needs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-__all__ = ["Frame", "Packing", "Site", "Span", "can_read", "is_recording"]
+__all__ = ["Frame", "Packing", "Site", "Span", "can_read", "has_values", "is_recording", "plain_tensors"]
 
 
 _KEYS = torch._C._TorchDispatchModeKey
@@ -29,11 +31,25 @@ def is_recording() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _RECORDERS))
 
 
-def can_read(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` may be looked at here: eager mode, on the CPU, outside function transforms."""
+def has_values(tensor: Tensor) -> bool:
+    """Whether `tensor` holds values that may be looked at here, be it by waiting for a device: eager mode, outside
+    function transforms, neither fake nor on the meta device."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or is_recording():
         return False
-    return tensor.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` may be looked at here without waiting: as `has_values`, and on the CPU."""
+    return tensor.device.type == "cpu" and has_values(tensor)
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Where tensors are made with values, on the CPU, whatever the default device and though tensors be fake: for the
+    constants of a layer, which it keeps as numbers."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        yield
 
 
 @dataclass(frozen=True)

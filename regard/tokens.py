@@ -14,7 +14,9 @@ from torch import Tensor
 from regard.masks.checks import describe
 from regard.sites import can_read
 
-__all__ = ["Placed", "Slots", "TokenLog", "place"]
+__all__ = ["LOGGED", "Placed", "Slots", "TokenLog", "place"]
+
+LOGGED = ("keep", "segments", "counts")  # the tensors of a `TokenLog`
 
 
 class Slots:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regard.masks.checks import describe, is_dense, is_number_type
 
-__all__ = ["Record", "check_tokens"]
+__all__ = ["Record", "check_tokens", "floating", "is_plain"]
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,30 @@ def check_tokens(name: str, x: Tensor, dim: int, like: Tensor | None = None) -> 
         raise ValueError(f"{name}: expected (B, T, {dim}), got shape {tuple(x.shape)}")
     if like is not None and x.shape[0] != like.shape[0]:
         raise ValueError(f"{name}: expected {like.shape[0]} rows, as x has, got {x.shape[0]}")
+
+
+def floating(*modules: nn.Module) -> Tensor:
+    """The first floating parameter or buffer of these modules, for its dtype and device.
+
+    Where there is none, as in a quantised layer, an empty float32 tensor on the CPU: what such layers give.
+    """
+    for module in modules:
+        for group in (module.parameters(), module.buffers()):
+            for tensor in group:
+                if tensor.is_floating_point():
+                    return tensor
+    return torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling `module` does what `kind` does with its parameters and no more, so that these may be read instead.
+
+    Not so with a wrapper, an adapter, a quantised form, a hook (a module's own or one on all modules), and weights that
+    are a tensor subclass of parts. Parametrised weights are read as they are meant.
+    """
+    own, hooks = type(module), (module._forward_hooks, module._forward_pre_hooks)
+    if own.forward is not kind.forward or own.__call__ is not kind.__call__ or "forward" in module.__dict__:
+        return False
+    if any(hooks) or module._backward_hooks or module._backward_pre_hooks or torch_modules._has_any_global_hook():
+        return False
+    return not any(is_traceable_wrapper_subclass(parameter) for parameter in module.parameters())

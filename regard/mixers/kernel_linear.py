@@ -20,7 +20,7 @@ from regard.caches import StateCache
 from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
 from regard.masks import Mask
 from regard.masks.checks import describe, is_factory, whole
-from regard.mixers.base import Record, check_tokens
+from regard.mixers.base import Record, check_tokens, floating
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
 from regard.ops.checks import without_autocast
@@ -229,11 +229,7 @@ class LinearCrossAttention(_Kernel):
     ) -> None:
         source = dim if context_dim is None else whole("context_dim", context_dim, 1)
         super().__init__(dim, source, heads, key_heads, key_dim, value_dim, feature_map, eps)
-
-    @property
-    def context_dim(self) -> int:
-        """Width of the context that keys and values are made from."""
-        return self.k_proj.in_features
+        self.context_dim = source  # of what keys and values are made from
 
     def forward(
         self,
@@ -259,6 +255,7 @@ class LinearCrossAttention(_Kernel):
         out = self.project(mixed)
         if cache is not None and stream is not None:
             cache.commit({"state": state.to(compute_dtype(x))}, None, placed, stream.x.shape[1])
+            cache.context = True
         return out
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -276,7 +273,7 @@ class LinearCrossAttention(_Kernel):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Room for the sums of a context; `capacity` and `dtype` change nothing: size and precision are fixed."""
-        return empty_states(self, self.state_shapes(), batch, self.k_proj.weight, device)
+        return empty_states(self, self.state_shapes(), batch, floating(self.k_proj, self), device)
 
     def _written(self, stream: Stream, values: Tensor) -> Tensor:
         k, v = self.key_features(stream.x), self.summed(values)
@@ -300,12 +297,12 @@ class LinearCrossAttention(_Kernel):
             raise ValueError("segments: with a context they have no meaning; mask the context with keep")
         check_cache(self, cache, self.state_shapes())
         if context is None:
-            if cache is None or not cache.length:
+            if cache is None or not cache.context:
                 raise ValueError("context: expected the tokens to read, or a cache that holds their sums")
             if keep is not None:
                 raise ValueError("keep: it describes the context's tokens, which an earlier call has written")
             return None, cache.place(x.shape[0], 0, x.device)
-        if cache is not None and cache.length:
+        if cache is not None and cache.context:
             raise ValueError("context: the cache holds one already; later calls pass context=None, or reset it first")
         check_tokens("context", context, self.context_dim, x)
         sizes = (context.shape[0], context.shape[1], context.device)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from regard.caches import Held, LatentCache
 from regard.masks import Causal, Mask
 from regard.masks.checks import describe, is_factory, is_part, whole
-from regard.mixers.base import Record, check_tokens
+from regard.mixers.base import Record, check_tokens, floating, is_plain
 from regard.mixers.parts import RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary, YarnScaling
@@ -202,9 +202,10 @@ class MultiHeadLatentAttention(nn.Module):
             out = self._absorbed(q, held, options)
         else:
             out = attention(q, *self._expanded(held), **options)
+        y = self._write(x, out)
         if cache is not None:
             cache.commit(*held.fresh)
-        return self._write(x, out)
+        return y
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, value_dim)): the weights before dropout, and the heads' values."""
@@ -216,10 +217,19 @@ class MultiHeadLatentAttention(nn.Module):
         return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
 
     def absorbs(self, queries: int, keys: int) -> bool:
-        """Whether a call with so many queries and keys takes the absorbed form; never a matter of the batch."""
+        """Whether a call with so many queries and keys takes the absorbed form; never a matter of the batch.
+
+        That form reads the weight of ``kv_b_proj`` and does not call it, so an adapter in its place, or a hook on it,
+        leaves the expanded form alone."""
         if self.form not in (None, "expanded", "absorbed"):
             raise ValueError(f"form: expected 'expanded', 'absorbed' or None, got {self.form!r}")
-        if self.form is not None:
+        readable = is_plain(self.kv_b_proj, nn.Linear) and self.kv_b_proj.bias is None
+        if self.form == "absorbed" and not readable:
+            raise ValueError(
+                "form: 'absorbed' reads kv_b_proj.weight alone; expected a plain Linear without bias and hooks there,"
+                f" got {type(self.kv_b_proj).__name__}; form=None calls it"
+            )
+        if self.form is not None or not readable:
             return self.form == "absorbed"
         return self.sizes.absorbed_cost(queries, keys) < self.sizes.expanded_cost(queries, keys)
 
@@ -227,9 +237,9 @@ class MultiHeadLatentAttention(nn.Module):
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> LatentCache:
         """An empty cache for `batch` rows of `capacity` tokens."""
-        weight = self.kv_a_proj.weight
+        like = floating(self.kv_a_proj, self)
         sizes = self.sizes.rank, self.sizes.rope_dim
-        return LatentCache(batch, capacity, *sizes, dtype or weight.dtype, device or weight.device)
+        return LatentCache(batch, capacity, *sizes, dtype or like.dtype, device or like.device)
 
     def extra_repr(self) -> str:
         parts = {"mask": self.mask, "rotary": self.rotary, "gate": self.gate}

@@ -19,6 +19,7 @@ from regard.masks.checks import whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.sites import plain_tensors
 from regard.transitions import Decay
 
 __all__ = ["LightningAttention", "records"]
@@ -56,7 +57,7 @@ class LightningAttention(RecurrentLayer):
         super().__init__()
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
         self.head_dim = whole("head_dim", dim // heads if head_dim is None else head_dim, 1)
-        with torch.device("cpu"):
+        with plain_tensors():
             self.slopes = fixed_slopes(lightning_slopes(heads) if slopes is None else slopes, heads)
         width = heads * self.head_dim
         self.q_proj = nn.Linear(dim, width, bias=False)

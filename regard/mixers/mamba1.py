@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.gates import softplus_step, step_bias
 from regard.masks.checks import is_factory, is_part, whole
-from regard.mixers.base import Record
+from regard.mixers.base import Record, is_plain
 from regard.mixers.parts import MambaShell, RMSNorm, ShortConv, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype
 from regard.ops.checks import lowered
@@ -115,8 +115,9 @@ class Mamba(RecurrentLayer):
         dt, B, C = self.x_proj(x).split([self.rank, self.state_dim, self.state_dim], -1)
         if self.dt_norm is not None and self.B_norm is not None and self.C_norm is not None:
             dt, B, C = self.dt_norm(dt), self.B_norm(B), self.C_norm(C)
-        steps = softplus_step(F.linear(*lowered(dt, self.dt_proj.weight)), self.dt_proj.bias)
-        return steps, A, B, C
+        if is_plain(self.dt_proj, nn.Linear):  # its bias is added in the compute dtype
+            return softplus_step(F.linear(*lowered(dt, self.dt_proj.weight)), self.dt_proj.bias), A, B, C
+        return softplus_step(self.dt_proj(dt)), A, B, C
 
 
 records = (

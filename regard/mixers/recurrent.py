@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from regard.caches import StateCache
 from regard.masks import Causal, Mask
 from regard.masks.checks import describe, whole
-from regard.mixers.base import check_tokens
+from regard.mixers.base import check_tokens, floating
 from regard.ops.checks import scale_of
 from regard.ops.convolutions import convolve
 from regard.ops.packing import starts_of
@@ -206,7 +206,7 @@ class RecurrentLayer(nn.Module):
         """Empty states for `batch` rows; `capacity` and `dtype` change nothing: size and precision are fixed."""
         if self.bidirectional:
             raise ValueError("bidirectional: a layer that reads later tokens cannot decode, so it has no cache")
-        return empty_states(self, self.state_shapes(), batch, next(self.parameters()), device)
+        return empty_states(self, self.state_shapes(), batch, floating(self), device)
 
     # ---- the steps of a call ---------------------------------------------------------------------------------------
 

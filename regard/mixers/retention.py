@@ -20,6 +20,7 @@ from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
 from regard.positions import Rotary
+from regard.sites import plain_tensors
 from regard.transitions import Decay
 
 __all__ = ["Retention", "records", "retention_rotary"]
@@ -71,7 +72,7 @@ class Retention(RecurrentLayer):
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
         self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
         self.value_dim = whole("value_dim", 2 * dim // heads if value_dim is None else value_dim, 1)
-        with torch.device("cpu"):
+        with plain_tensors():
             self.slopes = fixed_slopes(retention_slopes(heads) if slopes is None else slopes, heads)
         is_part("rotary", rotary, Rotary, bool)
         if rotary is True and self.key_dim % 2:

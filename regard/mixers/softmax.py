@@ -9,6 +9,7 @@ arXiv:2305.13245 (grouped-query).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from regard.caches import Held, KVCache, WindowCache
 from regard.masks import Causal, Mask, Window
 from regard.masks.base import reach
 from regard.masks.checks import describe, is_part, whole
-from regard.mixers.base import Record, check_tokens
+from regard.mixers.base import Record, check_tokens, floating
 from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
@@ -85,10 +86,10 @@ class MultiHeadAttention(nn.Module):
         self.scores = scores or Scores()
         self.mask, self.bias, self.rotary = mask, bias, rotary
         q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        source = dim if p.context_dim is None else p.context_dim
+        self.context_dim = dim if p.context_dim is None else p.context_dim  # of what keys and values are made from
         self.q_proj = nn.Linear(dim, q_width, bias=p.bias)
-        self.k_proj = nn.Linear(source, kv_width, bias=p.bias)
-        self.v_proj = nn.Linear(source, kv_width, bias=p.bias)
+        self.k_proj = nn.Linear(self.context_dim, kv_width, bias=p.bias)
+        self.v_proj = nn.Linear(self.context_dim, kv_width, bias=p.bias)
         self.gate_proj = nn.Linear(dim, q_width, bias=p.bias) if p.gate else None
         self.o_proj = nn.Linear(q_width, dim, bias=p.bias if p.out_bias is None else p.out_bias) if p.out else None
         whole_width = p.norm_over == "all"
@@ -112,13 +113,12 @@ class MultiHeadAttention(nn.Module):
             x, context, mask=mask, keep=keep, positions=positions, segments=segments, cache=cache
         )
         out = attention(q, held.k, held.v, dropout_p=self.scores.dropout if self.training else 0.0, **options)
-        if cache is not None:
+        y = self._write(x, out)
+        if cache is not None and (context is not None or cache.context):
+            cache.commit_context(*held.fresh, asked=x.shape[1])
+        elif cache is not None:
             cache.commit(*held.fresh)
-            if context is not None:
-                cache.context = True
-            if cache.context:
-                cache.asked += x.shape[1]
-        return self._write(x, out)
+        return y
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, D)): the weights before dropout and what they mix; a cache stays as it is."""
@@ -133,18 +133,15 @@ class MultiHeadAttention(nn.Module):
         parts = {"mask": self.mask, "bias": self.bias if isinstance(self.bias, Bias) else None, "rotary": self.rotary}
         return ", ".join([shape, *(f"{name}={part}" for name, part in parts.items() if part is not None)])
 
-    @property
-    def context_dim(self) -> int:
-        """Width of the context that keys and values are made from."""
-        return self.k_proj.in_features
-
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> KVCache | WindowCache:
-        """An empty cache for `batch` rows: a ring if the own pattern bounds the distance, else `capacity` tokens."""
-        weight = self.k_proj.weight
-        where = (self.kv_heads, self.head_dim, self.head_dim, dtype or weight.dtype, device or weight.device)
-        window = reach(self.mask) if self.mask is not None else None
+        """An empty cache for `batch` rows: a ring if the own pattern bounds the distance, else `capacity` tokens.
+
+        A context is kept whole, whatever the pattern."""
+        like = floating(self.k_proj, self)
+        where = (self.kv_heads, self.head_dim, self.head_dim, dtype or like.dtype, device or like.device)
+        window = reach(self.mask) if self.mask is not None and self.context_dim == self.dim else None
         return KVCache(batch, capacity, *where) if window is None else WindowCache(batch, max(window, 0) + 1, *where)
 
     # ---- the steps of a call ---------------------------------------------------------------------------------------
@@ -168,8 +165,8 @@ class MultiHeadAttention(nn.Module):
             raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
         crossing = context is not None or (cache is not None and cache.context)
         if crossing:
-            held = self._read_context(x, context, keep=keep, segments=segments, cache=cache)
             q, start = self._queries(x, None), cache.asked if cache is not None else 0
+            held = self._read_context(x, q, context, keep=keep, segments=segments, cache=cache)
         else:
             given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
             batch, tokens, _ = x.shape
@@ -196,12 +193,14 @@ class MultiHeadAttention(nn.Module):
     def _read_context(
         self,
         x: Tensor,
+        q: Tensor,
         context: Tensor | None,
         *,
         keep: Tensor | None,
         segments: Tensor | None,
         cache: KVCache | WindowCache | None,
     ) -> Held:
+        """The context that queries `q` of tokens `x` read, all of it: its tokens are no segment's."""
         if segments is not None:
             raise ValueError("segments: with a context they have no meaning; mask the context with keep or mask")
         if context is None:
@@ -210,18 +209,20 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     "keep: it describes the context's tokens, and the context was written by an earlier call"
                 )
-            first = self.k_proj.weight.new_zeros(x.shape[0], self.kv_heads, 0, self.head_dim)
-            placed = cache.place(x.shape[0], 0, x.device)
-            return cache.extend(first, first, placed)
+            none = q.new_zeros(x.shape[0], self.kv_heads, 0, self.head_dim)
+            return dataclasses.replace(
+                cache.extend(none, none, cache.place(x.shape[0], 0, x.device)), segments=None
+            )
         if cache is not None and (cache.context or cache.length):
             raise ValueError(
                 "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"
             )
-        check_tokens("context", context, self.k_proj.in_features, x)
+        check_tokens("context", context, self.context_dim, x)
         sizes = (context.shape[0], context.shape[1], context.device)
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
         k, v = self._keys(placed.real(context), None)
-        return Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
+        held = Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
+        return dataclasses.replace(held, segments=None)
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
         return self._turned(self.q_proj(x), self.heads, self.q_norm, positions)

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.mixers.base import floating
+from regard.sites import has_values
+
 __all__ = [
     "Block",
     "Embedding",
@@ -60,7 +63,7 @@ class MixerOnly(nn.Module):
         self.wide = wide
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
-        dtype = next(self.norm.parameters()).dtype
+        dtype = floating(self.norm, self).dtype
         stream = x.to(torch.promote_types(x.dtype, torch.float32)) if self.wide else x
         out: Tensor = stream + self.mixer(self.norm(x.to(dtype)), **call)
         return out
@@ -217,14 +220,19 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         try:
-            x: Tensor = F.embedding(ids, self.tokens.weight)
-        except IndexError:
-            low, high, rows = int(ids.min()), int(ids.max()), self.tokens.num_embeddings
+            x: Tensor = self.tokens(ids)
+        except (IndexError, RuntimeError):  # a quantised table raises the latter
+            rows = getattr(self.tokens, "num_embeddings", None)
+            if rows is None or not has_values(ids) or not ids.numel():
+                raise
+            low, high = int(ids.min()), int(ids.max())
+            if low >= 0 and high < rows:
+                raise
             raise ValueError(f"ids lie between {low} and {high}; accepted: 0 to {rows - 1}, the vocabulary") from None
         if self.scale is not None:
             x = x * torch.tensor(self.scale, dtype=torch.float64).to(x.dtype)
         if self.types is not None:
-            x = x + (self.types.weight[0] if types is None else self.types(types))
+            x = x + self.types(torch.zeros_like(ids) if types is None else types)
         elif types is not None:
             raise ValueError("types are given, but this model has no token types; accepted: None")
         if self.places is not None:

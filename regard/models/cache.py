@@ -104,14 +104,25 @@ class ModelCache:
 
 
 def _flatten(cache: ModelCache) -> tuple[list[Any], None]:
-    return cache.layers, None
+    return [cache.layers], None
 
 
-def _unflatten(layers: Any, context: None) -> ModelCache:
-    return ModelCache(list(layers))
+def _flatten_with_keys(cache: ModelCache) -> tuple[list[tuple[Any, Any]], None]:
+    return [(pytree.GetAttrKey("layers"), cache.layers)], None
 
 
-pytree.register_pytree_node(ModelCache, _flatten, _unflatten, serialized_type_name="regard.models.ModelCache")
+def _unflatten(children: Any, context: None) -> ModelCache:
+    (layers,) = children
+    return ModelCache(layers)
+
+
+pytree.register_pytree_node(
+    ModelCache,
+    _flatten,
+    _unflatten,
+    serialized_type_name="regard.models.ModelCache",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 
 
 def check_ids(ids: Tensor) -> tuple[int, int]:

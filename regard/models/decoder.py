@@ -81,10 +81,12 @@ class Decoder(Model):
             ValueError, TypeError: for a tensor of a wrong shape or dtype, or an id outside the vocabulary.
             CacheFull: where the tokens do not fit; the cache is unchanged.
         """
+        if self.head is None:
+            self._table()  # raises before anything changes
         x = self.hidden(ids, keep=keep, positions=positions, segments=segments, cache=cache)
         if last_only:
             x = x[:, -1:]
-        logits = F.linear(x, self.embedding.tokens.weight) if self.head is None else self.head(x)
+        logits = F.linear(x, self._table()) if self.head is None else self.head(x)
         return logits if self.finish is None else self.finish(logits)
 
     def hidden(
@@ -117,6 +119,17 @@ class Decoder(Model):
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, keep=placed.keep, positions=placed.positions, segments=segments, cache=cache)
         return x
+
+    def _table(self) -> Tensor:
+        """The table that a tied head reads: the embedding's weight, if that is all that the embedding looks up."""
+        tokens: nn.Module = self.embedding.tokens
+        if type(tokens).forward is not nn.Embedding.forward or "forward" in tokens.__dict__:
+            raise ValueError(
+                f"head: it is tied to embedding.tokens.weight, and embedding.tokens is a {type(tokens).__name__} that looks"
+                " up something else; expected an nn.Embedding there, or a head of its own"
+            )
+        weight: Tensor = tokens.weight  # type: ignore[assignment]
+        return weight
 
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.masks.checks import whole
+from regard.sites import has_values
 
 __all__ = ["ClampedSwiGLU", "GatedExperts", "MixtureOfExperts", "Router", "Routing", "StackedExperts"]
 
@@ -179,8 +180,7 @@ class _Experts(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(chosen)
-        if hidden or chosen.device.type == "meta" or not chosen.numel():
+        if not has_values(chosen) or not chosen.numel():
             return self.through_all(x, weights, chosen)
         if all_are_cheaper(self.down_proj, chosen):
             out = at_once(self.inner(x), weights, chosen, self.joined)

@@ -21,6 +21,7 @@ from regard.models.layouts.stacks import NUMBERED, Experts, Layer, Stack, kinds_
 from regard.models.tables import Derived, FusedQKV, Row, same
 from regard.nn import LightningAttention, MultiHeadAttention
 from regard.positions import Rotary
+from regard.sites import plain_tensors
 
 __all__ = ["MINIMAX"]
 
@@ -55,7 +56,7 @@ class _Lightning:
     @property
     def slopes(self) -> Tensor:
         """This layer's decay rates, float64."""
-        with torch.device("cpu"):
+        with plain_tensors():
             return lightning_slopes(self.shape.heads, self.number, self.shape.layers, geometric=True)
 
     def __call__(self) -> nn.Module:
@@ -81,7 +82,7 @@ class _Lightning:
 
     def decays(self, kind: str, block: int) -> Tensor:
         """One of `DECAYS`, float32: between a block's start or end and its tokens, and between its tokens."""
-        with torch.device("cpu"):
+        with plain_tensors():
             slope = self._rounded()
             places = (torch.arange(block) + 1)[:, None]
             if kind == "slope_rate":

@@ -1,0 +1,86 @@
+"""Caches as pytrees: their tensors are the leaves, named; all else stands in the structure.
+
+So `torch.utils._pytree`, `torch.export` and `torch.compile` take caches apart and put them together again. A structure
+holds the number of tokens seen, so an exported step is one for caches of that length.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._pytree import GetAttrKey
+
+from regard.tokens import LOGGED, TokenLog
+
+if TYPE_CHECKING:
+    from regard.caches.base import Cache
+
+__all__ = ["register"]
+
+
+def register(cls: type[Cache]) -> None:
+    """Make a class of caches known to torch as a pytree."""
+    room = "regard.caches" if cls.__module__.startswith("regard.caches.") else cls.__module__
+    _pytree.register_pytree_node(
+        cls,
+        _flatten,
+        lambda children, context: _unflatten(cls, children, context),
+        serialized_type_name=f"{room}.{cls.__qualname__}",
+        to_dumpable_context=json.dumps,
+        from_dumpable_context=_from_text,
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
+
+
+def _flatten(cache: Cache) -> tuple[list[Any], Any]:
+    names = cache.tensor_names
+    facts = {key: value for key, value in cache.__dict__.items() if key not in names and key != "log"}
+    return [*(getattr(cache, name) for name in names), cache.log], (names, facts)
+
+
+def _flatten_with_keys(cache: Cache) -> tuple[list[tuple[Any, Any]], Any]:
+    children, context = _flatten(cache)
+    return [(GetAttrKey(name), child) for name, child in zip((*context[0], "log"), children, strict=True)], context
+
+
+def _unflatten(cls: type[Cache], children: Any, context: Any) -> Cache:
+    names, facts = context
+    *tensors, log = children
+    cache = cls.__new__(cls)
+    cache.__dict__.update(facts)
+    for name, tensor in zip(names, tensors, strict=True):
+        setattr(cache, name, tensor)
+    # a map over the leaves may have changed the rows or the device, so the log's are theirs
+    held = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
+    if held is not None and isinstance(log, TokenLog):
+        log.batch, log.device = held.shape[0], held.device
+    cache.log = log
+    return cache
+
+
+def _from_text(text: str) -> Any:
+    names, facts = json.loads(text)
+    return tuple(names), {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+
+
+def _flatten_log(log: TokenLog) -> tuple[list[Any], int]:
+    return [getattr(log, name) for name in LOGGED], log.size
+
+
+def _unflatten_log(children: Any, size: int) -> TokenLog:
+    log = TokenLog(0, size, None)
+    for name, tensor in zip(LOGGED, children, strict=True):
+        setattr(log, name, tensor)
+    return log
+
+
+_pytree.register_pytree_node(
+    TokenLog,
+    _flatten_log,
+    _unflatten_log,
+    serialized_type_name="regard.tokens.TokenLog",
+    flatten_with_keys_fn=lambda log: ([(GetAttrKey(name), getattr(log, name)) for name in LOGGED], log.size),
+)

@@ -1,10 +1,11 @@
 # Every target makes .venv itself, and builds the kernels where there is a C++ compiler. The stamp's name carries a
-# checksum of what the environment depends on, so that it is made again when (and only when) one of these files or the
-# folder changes.
+# checksum of what the environment depends on, so that it is made again when (and only when) one of these files, the
+# package's folders (an editable install knows them by name) or the place changes.
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
-STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt CMakeLists.txt csrc/*; pwd; } | cksum | cut -d' ' -f1)
+STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt CMakeLists.txt csrc/*; \
+	find regard -type d -not -name __pycache__ | sort; pwd; } | cksum | cut -d' ' -f1)
 NEON_CXX ?= aarch64-linux-gnu-g++
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 

@@ -250,30 +250,40 @@ class LinearCrossAttention(_Kernel):
         else:
             assert cache is not None
             state = cache.states["state"]
-        with without_autocast(q):
-            mixed = self.finished(read(q, state.to(q.dtype)), x.dtype)
-        out = self.project(mixed)
+        out = self.project(self._read(q, state, x.dtype))
         if cache is not None and stream is not None:
             cache.commit({"state": state.to(compute_dtype(x))}, None, placed, stream.x.shape[1])
             cache.context = True
         return out
 
+    def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
+        """What the layer mixes of a context (B, H, T, Dv), before norm and output projection."""
+        stream = self._given(x, context, **arguments)
+        return self._read(self.query_features(x), self._written(stream, self.values(stream.x)), x.dtype)
+
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, Dv)) with ``M @ V`` what the layer mixes; the context is to be given."""
-        arguments.pop("positions", None)
-        stream, _ = self._context(x, context, **arguments)
-        if stream is None:
-            raise ValueError("context: the sums in a cache do not remember their tokens; give the context itself")
-        values, q = self.values(stream.x), self.query_features(x)
-        with without_autocast(q):
-            matrix = self.finished(read(q, self._written(stream, identity(stream, self.heads))), values.dtype)
-        return matrix, values
+        stream = self._given(x, context, **arguments)
+        values = self.values(stream.x)
+        unit = self._written(stream, identity(stream, self.heads))
+        return self._read(self.query_features(x), unit, values.dtype), values
 
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> StateCache:
         """Room for the sums of a context; `capacity` and `dtype` change nothing: size and precision are fixed."""
         return empty_states(self, self.state_shapes(), batch, floating(self.k_proj, self), device)
+
+    def _given(self, x: Tensor, context: Tensor | None, **arguments: Any) -> Stream:
+        arguments.pop("positions", None)
+        stream, _ = self._context(x, context, **arguments)
+        if stream is None:
+            raise ValueError("context: the sums in a cache do not remember their tokens; give the context itself")
+        return stream
+
+    def _read(self, q: Tensor, state: Tensor, dtype: torch.dtype) -> Tensor:
+        with without_autocast(q):
+            return self.finished(read(q, state.to(q.dtype)), dtype)
 
     def _written(self, stream: Stream, values: Tensor) -> Tensor:
         k, v = self.key_features(stream.x), self.summed(values)

@@ -197,15 +197,14 @@ class MultiHeadLatentAttention(nn.Module):
         """The mixed tokens (B, T, dim). See the class for the arguments' meanings; a context is refused."""
         given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
         x, q, held, options = self._read(x, context, mask=mask, cache=cache, **given)
-        options["dropout_p"] = self.scores.dropout if self.training else 0.0
-        if self.absorbs(x.shape[1], held.k.shape[2]):
-            out = self._absorbed(q, held, options)
-        else:
-            out = attention(q, *self._expanded(held), **options)
-        y = self._write(x, out)
+        y = self._write(x, self._mix(q, held, options))
         if cache is not None:
             cache.commit(*held.fresh)
         return y
+
+    def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
+        """What the layer mixes (B, H, T, value_dim), before gate and output projection; a cache stays as it is."""
+        return self._mix(*self._read(x, context, **arguments)[1:])
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, value_dim)): the weights before dropout, and the heads' values."""
@@ -299,6 +298,13 @@ class MultiHeadLatentAttention(nn.Module):
         plain, v = made.split((self.sizes.nope_dim, self.sizes.value_dim), -1)
         shared = held.k[..., self.sizes.rank :].to(plain.dtype).expand(-1, self.heads, -1, -1)
         return torch.cat((plain, shared), -1), v
+
+    def _mix(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
+        options = options | {"dropout_p": self.scores.dropout if self.training else 0.0}
+        if self.absorbs(q.shape[2], held.k.shape[2]):
+            return self._absorbed(q, held, options)
+        out: Tensor = attention(q, *self._expanded(held), **options)
+        return out
 
     def _absorbed(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
         """What the heads mix (B, H, T, value_dim), read from the latents themselves by one key head."""

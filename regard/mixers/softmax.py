@@ -112,13 +112,17 @@ class MultiHeadAttention(nn.Module):
         x, q, held, options = self._read(
             x, context, mask=mask, keep=keep, positions=positions, segments=segments, cache=cache
         )
-        out = attention(q, held.k, held.v, dropout_p=self.scores.dropout if self.training else 0.0, **options)
-        y = self._write(x, out)
+        y = self._write(x, self._mix(q, held, options))
         if cache is not None and (context is not None or cache.context):
-            cache.commit_context(*held.fresh, asked=x.shape[1])
+            k, v, placed = held.fresh
+            cache.commit_context(k, v, placed, asked=x.shape[1])
         elif cache is not None:
             cache.commit(*held.fresh)
         return y
+
+    def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
+        """What the layer mixes (B, H, T, D), before gate and output projection; a cache stays as it is."""
+        return self._mix(*self._read(x, context, **arguments)[1:])
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, D)): the weights before dropout and what they mix; a cache stays as it is."""
@@ -190,6 +194,11 @@ class MultiHeadAttention(nn.Module):
         options["bias"] = None if bias is None else bias.moved(held.first).among(held.keep).to(x.device)
         return x, q, held, options
 
+    def _mix(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
+        dropout = self.scores.dropout if self.training else 0.0
+        out: Tensor = attention(q, held.k, held.v, dropout_p=dropout, **options)
+        return out
+
     def _read_context(
         self,
         x: Tensor,
@@ -210,9 +219,7 @@ class MultiHeadAttention(nn.Module):
                     "keep: it describes the context's tokens, and the context was written by an earlier call"
                 )
             none = q.new_zeros(x.shape[0], self.kv_heads, 0, self.head_dim)
-            return dataclasses.replace(
-                cache.extend(none, none, cache.place(x.shape[0], 0, x.device)), segments=None
-            )
+            return dataclasses.replace(cache.extend(none, none, cache.place(x.shape[0], 0, x.device)), segments=None)
         if cache is not None and (cache.context or cache.length):
             raise ValueError(
                 "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"

@@ -122,8 +122,10 @@ def _second_gradients(subject: Subject, layer: nn.Module, x: Tensor) -> dict[str
     return {"the output, recorded": first, "that gradient": second}
 
 
-def _against_float64(subject: Subject, find: Callable[[Subject, nn.Module, Tensor], dict[str, Tensor]]) -> None:
-    """Compare gradients with those of the same layer in float64.
+def _against_float64(
+    subject: Subject, find: Callable[[Subject, nn.Module, Tensor], dict[str, Tensor]], passes: int = 1
+) -> None:
+    """Compare gradients with those of the same layer in float64; each pass backwards may add the tolerance.
 
     Where a layer of the library amplifies rounding beyond the tolerance, the plain formula in the same dtype is the
     measure: twice its error, and a third of the gradient's size at most.
@@ -137,7 +139,7 @@ def _against_float64(subject: Subject, find: Callable[[Subject, nn.Module, Tenso
     for name, right in ((name, value.detach()) for name, value in want.items()):
         size = max(1.0, float(right.abs().max()))
         error, other = (float((one[name].detach().double() - right).abs().max()) for one in (got, plain))
-        limit = subject.tolerance * size
+        limit = passes * subject.tolerance * size
         if own:
             limit = max(limit, min(2 * other, size / 3))
         if not error <= limit:
@@ -147,7 +149,7 @@ def _against_float64(subject: Subject, find: Callable[[Subject, nn.Module, Tenso
 def second_gradients(subject: Subject) -> None:
     """Second derivatives are right: against finite differences, in lower dtypes against float64."""
     if subject.dtype != torch.float64:
-        _against_float64(subject, _second_gradients)
+        _against_float64(subject, _second_gradients, passes=2)
         return
     layer = subject.layer()
     x = subject.tokens(1, 3).requires_grad_()

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from regard.integrations.options import PACKED
 from regard.integrations.substitutes import BESIDE, FUNCTIONS, MARK, METHODS, few_experts, has_plain_experts
 
 __all__ = ["NAME", "Acceleration", "accelerate", "undo"]
@@ -64,8 +65,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     The model can be saved, copied, pickled, compiled and exported as before. A copy, or one that was pickled, is
     accelerated too; `undo` takes it back.
 
-    Packed documents that ``cu_seq_lens_q`` or ``seq_idx`` marks stay apart in all of these layers; ``position_ids``
-    that start again part them in softmax attention alone, as in transformers.
+    Packed documents that ``cu_seq_lens_q`` or ``seq_idx`` marks stay apart in all layers, where the model passes the
+    marks on (Mamba-2's and RecurrentGemma's own models don't, and ignore them as before). ``position_ids`` that start
+    again part them as in transformers: in softmax attention alone.
 
     Args:
         model: a transformers model, or any module that holds such layers.
@@ -100,11 +102,16 @@ def accelerate(model: nn.Module) -> Acceleration:
     for name, (layer, _) in changes.items():
         if any(attribute in layer.__dict__ for attribute in ("forward", *METHODS)):
             raise ValueError(f"model: {name} was changed already (wrapped by another library)")
-    if _asks_for_attention(model):
+    asking = _asking_for_attention(model)
+    if asking:
         model.__dict__[KINDS] = [(path, config._attn_implementation) for path, config in _configs(model)]
-        model.set_attn_implementation(NAME)  # type: ignore[operator]  # a PreTrainedModel's
+        for part in asking:
+            part.set_attn_implementation(NAME)
     for layer, made in changes.values():
         layer.__class__ = made
+    for layer in model.modules():
+        if hasattr(layer, "is_causal"):
+            layer.__dict__[PACKED] = True
     return Acceleration(model, tuple(changes))
 
 
@@ -115,6 +122,7 @@ def undo(model: nn.Module) -> None:
             layer.__class__ = getattr(type(layer), MARK)
         elif hasattr(type(layer), MARK):
             raise ValueError(f"model: another library wrapped {name} after it was accelerated; unwrap it first")
+        layer.__dict__.pop(PACKED, None)
     for path, kind in model.__dict__.pop(KINDS, ()):
         operator.attrgetter(path)(model)._attn_implementation_internal = kind
 
@@ -171,14 +179,18 @@ def _rebuild(plain: type, *arguments: Any) -> Any:
     return made.__new__(made, *arguments)
 
 
-def _asks_for_attention(model: nn.Module) -> bool:
-    """Whether the model's code asks its configuration for an attention function, and for another one now."""
-    known = hasattr(sys.modules.get(type(model).__module__), "ALL_ATTENTION_FUNCTIONS")
-    return known and hasattr(model, "set_attn_implementation") and _config(model)._attn_implementation != NAME
-
-
-def _config(model: nn.Module) -> Any:
-    return model.config
+def _asking_for_attention(model: nn.Module) -> list[Any]:
+    """The outermost transformers models in a model whose code asks its configuration for an attention function."""
+    found: list[Any] = []
+    inside: set[int] = set()
+    for part in model.modules():
+        if id(part) in inside or not hasattr(part, "set_attn_implementation") or not hasattr(part, "config"):
+            continue
+        inside.update(map(id, part.modules()))
+        files = {sys.modules.get(type(each).__module__) for each in part.modules()}
+        if any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
+            found.append(part)
+    return found
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:

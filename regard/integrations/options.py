@@ -14,7 +14,9 @@ from regard.masks import Dense, Segments
 from regard.masks.checks import describe
 from regard.sites import can_read
 
-__all__ = ["check_options", "documents", "packed", "selected_keys", "wants_weights", "weights_omit_sinks"]
+__all__ = ["PACKED", "check_options", "documents", "named", "packed", "selected_keys", "wants_weights", "weights_omit_sinks"]
+
+PACKED = "_regard_parts_documents"  # on attention layers beside accelerated ones: packed documents stay apart in both
 
 # read by `attention_forward`
 READ = {
@@ -39,9 +41,6 @@ IDLE = {
     "max_seqlen_q",
     "max_seqlen_k",
     "use_cache",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
     "logits_to_keep",
     "num_items_in_batch",
     "labels",
@@ -52,9 +51,6 @@ IDLE = {
     "position_embeddings",  # applied to the queries and keys already
     "token_type_ids",  # applied to the embeddings, or in the mask
     "mm_token_type_ids",
-    "inputs_embeds",
-    "input_ids",
-    "pixel_values",
 }
 SINKS_BESIDE = {"granite_swa", "granitemoe_swa"}  # their eager weights are those before the sink's share
 
@@ -70,6 +66,8 @@ def check_options(module: nn.Module, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is None or value is False or name in READ or name in IDLE:
             continue
+        if isinstance(value, (bool, int, list)) and name.startswith(("output_", "return_")):
+            continue  # what the model returns
         raise ValueError(
             f'{name}: {named(module)} passes an option that attn_implementation="regard" does not know '
             f'({describe(value)}); run the model with "eager"'
@@ -85,7 +83,10 @@ def wants_weights(module: nn.Module, options: dict[str, Any]) -> bool:
         return True
     from transformers.utils import output_capturing
 
-    recorded = output_capturing._active_collector.get()
+    collector = output_capturing._active_collector
+    if torch.compiler.is_compiling() and not collector.compiling and not module._forward_hooks:
+        return False  # a layer compiled alone, which nothing records; a context variable cannot be traced
+    recorded = collector.get()
     return recorded is not None and any(name.endswith("attentions") for name in recorded)
 
 
@@ -133,11 +134,22 @@ def documents(cu_seqlens: Tensor, batch: int, tokens: int, before: bool = False)
     return torch.searchsorted(cu_seqlens.to(slots.dtype), (rows + slots).contiguous(), right=True)
 
 
-def packed(options: dict[str, Any], batch: int, q_len: int, k_len: int) -> Segments | None:
-    """The documents of a packed call, which has its own tokens for keys; None where it is not packed."""
+def packed(
+    module: nn.Module, options: dict[str, Any], batch: int, q_len: int, k_len: int, q_start: int | Tensor | None
+) -> Segments | None:
+    """The documents of a packed call beside accelerated layers; None where it is not packed.
+
+    Cached keys before the call's own are of the first document. Elsewhere such marks do what they do in transformers'
+    eager attention: nothing, since masks go by ``position_ids``.
+    """
     ids, borders = options.get("seq_idx"), options.get("cu_seq_lens_q")
-    if (ids is None and borders is None) or q_len != k_len:
+    if (ids is None and borders is None) or not getattr(module, PACKED, False):
         return None
+    first = k_len - q_len if q_start is None else q_start
+    if isinstance(first, Tensor):
+        raise ValueError(f"cu_seq_lens_q: {named(module)} got packed documents with a cache whose length is a tensor")
     if ids is None:
         ids = documents(borders, batch, q_len)  # type: ignore[arg-type]
-    return Segments(ids.expand(batch, -1), ids.expand(batch, -1))
+    ids = ids.expand(batch, -1)
+    behind = k_len - first - q_len
+    return Segments(ids, torch.cat([ids[:, :1].expand(-1, first), ids, ids[:, -1:].expand(-1, behind)], 1))

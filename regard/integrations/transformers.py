@@ -83,6 +83,8 @@ def _read(function: Callable[..., Any], first: int) -> Mask | None:
         return Causal()
     if function is masking_utils.bidirectional_mask_function:
         return Full()
+    if torch.compiler.is_compiling():
+        return None  # what a function made inside a traced region encloses cannot be looked at
     held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     maker = getattr(function, "__qualname__", "").partition(".")[0]
     if getattr(function, "__module__", None) != masking_utils.__name__:
@@ -139,7 +141,7 @@ def attention_forward(
         call |= {"mask": Causal(), "q_start": 0 if query.shape[2] > 1 else None}  # top-left, as transformers means it
     parts = [call.get("mask"), selected_keys(module, options, query.shape[1], key.shape[2])]
     if causal:
-        parts.append(packed(options, query.shape[0], query.shape[2], key.shape[2]))
+        parts.append(packed(module, options, query.shape[0], query.shape[2], key.shape[2], call.get("q_start")))
     call["mask"] = _all_of([part for part in parts if part is not None])
     sinks = options.get("sinks")
     return _attend(query, key, value, call, sinks, wants_weights(module, options), weights_omit_sinks(module))

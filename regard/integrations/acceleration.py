@@ -1,8 +1,8 @@
 """`accelerate`: the recurrent layers of a transformers model by regard's kernels, without changing the model's code.
 
-A transformers layer looks its plain-torch kernels up by name in its own file. `accelerate` turns the layers of one model
-into a subclass of their class whose ``forward`` is the same code with other functions behind these names; undoing it
-gives them their class back. So whatever goes by a layer's class, attributes and state goes on as before.
+A transformers layer looks its plain-torch kernels up by name in its own file. `accelerate` turns the layers of one
+model into a subclass of their class whose ``forward`` is the same code with other functions behind these names;
+undoing it gives them their class back. So whatever goes by a layer's class, attributes and state goes on as before.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def accelerate(model: nn.Module) -> Acceleration:
     for name, layer in model.named_modules():
         if any(MARK in vars(kind) for kind in type(layer).__mro__):
             raise ValueError(f"model: {name} was changed already (accelerated)")
-        made = _accelerated(type(layer))
+        made = _accelerated(type(layer))  # type: ignore[arg-type]  # classes have a hash
         if made is not None:
             if any(hasattr(part, "_hf_hook") for part in layer.modules()):
                 raise ValueError(f"model: the weights of {name} are offloaded; load the model whole first")

@@ -15,6 +15,8 @@ from regard.masks import Dense, Mask
 
 __all__ = ["Handed"]
 
+CPU = torch.device("cpu")
+
 
 @dataclasses.dataclass(eq=False)
 class Handed:
@@ -29,7 +31,7 @@ class Handed:
     q_start: int | Tensor
     sizes: tuple[int, int, int]  # of the batch, the queries, the keys
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     free: bool = False  # allows everything and may meet any number of keys: eager attention would get no mask at all
     _tensor: Tensor | None = dataclasses.field(default=None, init=False, repr=False)
     _version: int = dataclasses.field(default=0, init=False, repr=False)
@@ -81,7 +83,7 @@ class Handed:
             return None
         return dataclasses.replace(self, q_start=self.q_start + first, sizes=(shape[0], last - first, shape[3]))
 
-    # ---- what a model may ask of a tensor -----------------------------------------------------------------------------
+    # ---- what a model may ask of a tensor -------------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:

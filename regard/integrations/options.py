@@ -14,7 +14,16 @@ from regard.masks import Dense, Segments
 from regard.masks.checks import describe
 from regard.sites import can_read
 
-__all__ = ["PACKED", "check_options", "documents", "named", "packed", "selected_keys", "wants_weights", "weights_omit_sinks"]
+__all__ = [
+    "PACKED",
+    "check_options",
+    "documents",
+    "named",
+    "packed",
+    "selected_keys",
+    "wants_weights",
+    "weights_omit_sinks",
+]
 
 PACKED = "_regard_parts_documents"  # on attention layers beside accelerated ones: packed documents stay apart in both
 
@@ -51,6 +60,13 @@ IDLE = {
     "position_embeddings",  # applied to the queries and keys already
     "token_type_ids",  # applied to the embeddings, or in the mask
     "mm_token_type_ids",
+    "input_ids",  # what the model itself was given
+    "inputs_embeds",
+    "pixel_values",
+    "grid_thw",
+    "image_grid_thw",
+    "video_grid_thw",
+    "interpolate_pos_encoding",
 }
 SINKS_BESIDE = {"granite_swa", "granitemoe_swa"}  # their eager weights are those before the sink's share
 
@@ -97,13 +113,16 @@ def weights_omit_sinks(module: nn.Module) -> bool:
 
 def selected_keys(module: nn.Module, options: dict[str, Any], heads: int, keys: int) -> Dense | None:
     """The keys that the model's indexer chose for each query; None where it chose none."""
-    indices, size = options.get("indices"), 1
+    indices: Tensor | None = options.get("indices")
+    size = 1
     if indices is not None:
         indices = indices.unsqueeze(1)  # (B, Tq, chosen): the same for all heads
     elif (indices := options.get("block_indices")) is not None:
-        size = getattr(getattr(module, "indexer", None), "block_size", None)
-        if size is None:
-            raise ValueError(f"block_indices: {named(module)} does not say how large its blocks are (indexer.block_size)")
+        size = getattr(getattr(module, "indexer", None), "block_size", 0)
+        if not size:
+            raise ValueError(
+                f"block_indices: {named(module)} does not say how large its blocks are (indexer.block_size)"
+            )
     if indices is None:
         return None
     blocks = -(-keys // size)

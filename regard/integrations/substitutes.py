@@ -62,7 +62,7 @@ def _conv(
     from transformers.activations import ACT2FN
 
     x = hidden_states.to(weight.dtype).transpose(1, 2)
-    out, _tail = short_conv(x, weight, bias, segments=_documents(options, *x.shape[:2], before=True))
+    out, _tail = short_conv(x, weight, bias, segments=_documents(options, x.shape[0], x.shape[1], before=True))
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype).transpose(1, 2)
 
 

@@ -47,8 +47,11 @@ def make_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | Handed | None = None,
     **options: Any,
-) -> Handed | Tensor:
-    """transformers' mask interface: its predicate ``(b, h, q, kv)`` and its 2-D padding mask as one rule."""
+) -> Handed | Tensor | None:
+    """transformers' mask interface: its predicate ``(b, h, q, kv)`` and its 2-D padding mask as one rule.
+
+    None where eager attention would get none: every query of an encoder may attend to every key.
+    """
     if isinstance(attention_mask, Handed):
         return attention_mask
     from transformers import masking_utils
@@ -69,10 +72,11 @@ def make_mask(
             mask = mask & KeyPadding(keep)
     dtype, device = options.get("dtype", torch.float32), torch.device(options.get("device", "cpu"))
     free = bool(options.get("allow_is_bidirectional_skip")) and isinstance(mask, Full)
+    config = options.get("config")
+    if free and getattr(config, "is_causal", None) is not False:
+        return None  # as for eager attention; a decoder that is told not to be causal has layers that do not know
     handed = Handed(mask, start, (batch_size, q_length, kv_length), dtype, device, free)
-    if getattr(options.get("config"), "model_type", None) in ASK_FOR_TENSORS:
-        return handed.dense()
-    return handed
+    return handed.dense() if getattr(config, "model_type", None) in ASK_FOR_TENSORS else handed
 
 
 def _read(function: Callable[..., Any], first: int) -> Mask | None:
@@ -157,15 +161,15 @@ def _attend(
     omit_sinks: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The output as transformers lays it out, and the weights where they are wanted; `sinks` (B, H, Tq, 1)."""
-    weights = None
+    weights: Tensor | None = None
+    lse: Any = None
     if weighed:
         out, weights, lse = attention_weights(query, key, value, **call)
         if omit_sinks and call["sink"] is not None:
             weights = attention_weights(query, key, value, **{**call, "sink": None})[1]
     else:
-        out, lse = attention(query, key, value, return_lse=True, **call) if sinks is not None else (None, None)
-        if out is None:
-            out = attention(query, key, value, **call)
+        made: Any = attention(query, key, value, return_lse=sinks is not None, **call)
+        out, lse = (made, None) if sinks is None else made
     if sinks is not None:
         share = sink_share(lse, sinks.squeeze(-1)).unsqueeze(-1)
         out = (out * share).to(query.dtype)

@@ -57,9 +57,7 @@ BUILT = {
         transformers.Qwen3_5MoeTextConfig(**SMALL, **GATED, **EXPERTS, head_dim=8)
     ),
     "olmo_hybrid": lambda: transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**SMALL, **GATED)),
-    "bamba": lambda: transformers.BambaForCausalLM(
-        transformers.BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1])
-    ),
+    "bamba": lambda: transformers.BambaForCausalLM(transformers.BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1])),
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridForCausalLM(
         transformers.GraniteMoeHybridConfig(
             **SMALL,
@@ -114,6 +112,10 @@ def built(name):
             if weight.ndim > 1:
                 weight.copy_(torch.randn(weight.shape) * 0.2)
     return model
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ["kimi_linear", "bailing_hybrid", *BUILT]]
+TRACED = ["qwen3_next", "mamba2", "recurrent_gemma", *SLOW]  # compilers take seconds for each
 
 
 @pytest.fixture(scope="module", params=[*STORED, *BUILT])
@@ -174,10 +176,15 @@ def test_a_saved_folder(model, tmp_path):
         assert name == other and torch.equal(a, b)
 
 
+# what transformers' own recorder and RecurrentGemma's states do to a traced model, accelerated or not
+@pytest.mark.filterwarnings(
+    "ignore:While compiling, we found certain side effects", "ignore:The tensor attributes self"
+)
 @torch.no_grad()
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-def test_export(model, strict):
-    ids = tokens()
+@pytest.mark.parametrize("name", TRACED)
+def test_export(name, strict):
+    model, ids = built(name), tokens(9)
     want = model(ids).logits
     with accelerate(model):
         exported = torch.export.export(Logits(model), (ids,), strict=strict).module()
@@ -186,16 +193,18 @@ def test_export(model, strict):
 
 @torch.no_grad()
 @pytest.mark.parametrize("whole", [False, True], ids=["graphs", "one graph"])
-def test_compile(model, whole):
+@pytest.mark.parametrize("name", TRACED)
+def test_compile(name, whole):
     torch._dynamo.reset()
-    ids = tokens()
+    model, ids = built(name), tokens(9)
     want = model(ids).logits
     with accelerate(model):
         if whole:
-            close(torch.compile(Logits(model), fullgraph=True, backend="aot_eager")(ids), want)
+            close(torch.compile(Logits(model), fullgraph=True, backend="eager")(ids), want)
         else:
-            close(torch.compile(model, backend="aot_eager")(ids).logits, want)
-    close(torch.compile(Logits(model), fullgraph=True, backend="aot_eager")(ids), want)  # transformers' own again
+            close(torch.compile(model, backend="eager")(ids).logits, want)
+    if name == "mamba2":  # the same code objects with transformers' functions again
+        close(torch.compile(Logits(model), fullgraph=True, backend="eager")(ids), want)
 
 
 def test_modes_and_gradients(model):

@@ -162,7 +162,12 @@ MODELS = {
     ),
     "opt": lambda: transformers.OPTForCausalLM(
         transformers.OPTConfig(
-            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=48,
+            word_embed_proj_dim=32,
         )
     ),
     "gpt_bigcode": lambda: transformers.GPTBigCodeForCausalLM(
@@ -214,7 +219,10 @@ def test_returned_weights_are_those_of_eager_attention(name, how):
     got = model(**call)
     kinds = [key for key in want if key.endswith("attentions")]
     assert [key for key in got if key.endswith("attentions")] == kinds
-    assert any(len(want[kind]) == 2 for kind in kinds) or (name, how) == ("t5", "configuration")  # its stacks' own count
+    assert any(len(want[kind]) == 2 for kind in kinds) or (name, how) == (
+        "t5",
+        "configuration",
+    )  # its stacks' own count
     for kind in kinds:
         for mine, theirs in zip(got[kind], want[kind], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)

@@ -39,6 +39,12 @@ def attend(mask, queries=4, keys=4, **options):
     return integration.attention_forward(torch.nn.Module(), q, k, k, mask, **options)
 
 
+def attend_to_all(queries, keys):
+    torch.manual_seed(1)
+    q, k = torch.randn(2, 2, queries, 3).double(), torch.randn(2, 2, keys, 3).double()
+    return F.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+
+
 PADDING = torch.tensor([[True] * 4, [True, True, True, False]])
 
 
@@ -75,8 +81,43 @@ def test_keys_of_another_number_behind_a_static_cache_are_an_error():
 
 
 def test_no_mask_at_all_for_eager_attention_lets_any_keys_pass():
-    mask = made("bidirectional", allow_is_bidirectional_skip=True)
-    assert attend(mask, 4, 6)[0].shape == (2, 4, 2, 3)
+    assert made("bidirectional", allow_is_bidirectional_skip=True) is None
+    decoder = transformers.LlamaConfig(is_causal=False)  # whose layers take no mask for a causal one
+    mask = made("bidirectional", allow_is_bidirectional_skip=True, config=decoder)
+    for each in (mask, None):
+        torch.manual_seed(1)
+        torch.testing.assert_close(attend(each, 4, 6)[0], attend_to_all(4, 6), rtol=0, atol=1e-15)
+
+
+@torch.no_grad()
+def test_a_decoder_that_is_told_not_to_be_causal():
+    torch.manual_seed(3)
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SMALL, is_causal=False)).eval()
+    results = []
+    for attention in ("eager", "regard"):
+        model.set_attn_implementation(attention)
+        results.append(model(torch.arange(3, 10)[None]).last_hidden_state)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_model_that_shortens_its_keys():
+    """Informer halves its sequence between layers of the encoder; no mask was made for them."""
+    torch.manual_seed(3)
+    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.InformerConfig(
+        prediction_length=4, context_length=8, d_model=16, lags_sequence=[1, 2], num_time_features=1, **sizes
+    )
+    model = transformers.InformerModel(config).eval()
+    call = {"past_values": (2, 10), "past_time_features": (2, 10, 1), "past_observed_mask": (2, 10)}
+    call |= {"future_values": (2, 4), "future_time_features": (2, 4, 1)}
+    call = {name: torch.rand(shape) for name, shape in call.items()}
+    results = []
+    for attention in ("eager", "regard"):
+        model.set_attn_implementation(attention)
+        torch.manual_seed(1)  # it draws the keys that it measures
+        results.append(model(**call).last_hidden_state)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
 def test_one_row_spreads_over_queries_as_a_tensor_does():

@@ -139,10 +139,11 @@ def pattern_of(mask: Mask | None, frame: Frame) -> str:
 def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     """The share ``sum exp(S) / (sum exp(S) + exp(sink)) = sigmoid(lse - sink)`` that the sink leaves to the keys.
 
-    `lse` (B, Hq, Tq), `sink` (Hq,). 0 where no key is allowed. So a sink is a factor on an ordinary softmax, in any
-    kernel.
+    `lse` (B, Hq, Tq), `sink` (Hq,) or as `lse`. 0 where no key is allowed. So a sink is a factor on an ordinary
+    softmax, in any kernel.
     """
-    sink = sink.to(lse.dtype).view(1, -1, 1)
+    sink = sink.to(lse.dtype)
+    sink = sink.view(1, -1, 1) if sink.ndim == 1 else sink
     dead = lse == -torch.inf
     share = torch.sigmoid(torch.where(dead, 0.0, lse) - sink)
     return torch.where(dead, 0.0, share)

@@ -10,14 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.gates import softplus_step
+from regard.integrations.options import documents
 from regard.mixers.parts import l2_normalized
 from regard.models.experts import all_are_cheaper, at_once, down_of_all
 from regard.ops.convolutions import short_conv
 from regard.ops.recurrence import recurrence
 from regard.ops.scan import scan
+from regard.sites import can_read
 from regard.transitions import Decay, Delta
 
-__all__ = ["BESIDE", "FUNCTIONS", "METHODS", "few_experts", "has_plain_experts"]
+__all__ = ["BESIDE", "FUNCTIONS", "MARK", "METHODS", "few_experts", "has_plain_experts"]
+
+MARK = "_regard_accelerates"  # in a class that `accelerate` made: the class that it stands for
 
 
 def _delta_rule(
@@ -30,16 +34,16 @@ def _delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet and KDA, as transformers calls them: (B, T, H, D), `g` with an axis of channels for KDA.
 
-    Its plain code reads past the borders in `cu_seqlens`; here each document starts from an empty state.
+    Its plain code reads past the borders of packed documents; here each starts from an empty state.
     """
     if use_qk_l2norm_in_kernel:
         query, key = l2_normalized(query), l2_normalized(key)
     q, k, v, decay, strength = (x.transpose(1, 2) for x in (query, key, value, g, beta))
-    ids = None if cu_seqlens is None else _documents(cu_seqlens, *query.shape[:2])
+    ids = _documents({"cu_seq_lens_q": cu_seqlens, **options}, *query.shape[:2])
     out, state = recurrence(q, k, v.to(q.dtype), Delta(strength, decay), state=initial_state, segments=ids)
     return out.transpose(1, 2), state if output_final_state else None
 
@@ -49,27 +53,29 @@ def _conv(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Tensor:
     """The causal depthwise convolution: x (B, C, T), which with a cache begins with the tokens before; weight (C, W).
 
-    Its plain code reads past the borders in `cu_seq_lens_q`; here no tap does.
+    Its plain code reads past the borders of packed documents; here no tap does.
     """
     from transformers.activations import ACT2FN
 
     x = hidden_states.to(weight.dtype).transpose(1, 2)
-    ids = None
-    if cu_seq_lens_q is not None and int(cu_seq_lens_q[-1]) == x.shape[1]:
-        ids = _documents(cu_seq_lens_q, *x.shape[:2])
-    out, _tail = short_conv(x, weight, bias, segments=ids)
+    out, _tail = short_conv(x, weight, bias, segments=_documents(options, x.shape[0], x.shape[1], before=True))
     return (out if activation is None else ACT2FN[activation](out)).to(hidden_states.dtype).transpose(1, 2)
 
 
-def _documents(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
-    """The numbers (B, T) of the documents that tokens are of, from where documents begin."""
-    slots = torch.arange(tokens, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens.to(slots.dtype), slots, right=True).expand(batch, -1)
+def _documents(options: dict[str, Any], batch: int, tokens: int, before: bool = False) -> Tensor | None:
+    """The numbers (B, T) of the documents that tokens are of, where a call is packed.
+
+    With `before`, there may be columns before the call's tokens, as a cached convolution reads: of the first document.
+    """
+    ids, borders = options.get("seq_idx"), options.get("cu_seq_lens_q")
+    if ids is None:
+        return None if borders is None else documents(borders, batch, tokens, before=before)
+    ids = ids.expand(batch, -1)
+    return torch.cat([ids[:, :1].expand(-1, tokens - ids.shape[1]), ids], 1) if before else ids
 
 
 def _chunk_scan(
@@ -85,7 +91,7 @@ def _chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> Any:
     """Mamba-2's state-space duality: x (B, T, H, P), dt (B, T, H), B and C (B, T, G, N), states (B, H, P, N)."""
     if dt_softplus:
@@ -95,7 +101,8 @@ def _chunk_scan(
     x = hidden_states.float()
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     q, k, v = (each.transpose(1, 2) for each in (C.float(), B.float(), x * step.unsqueeze(-1)))
-    out, state = recurrence(q, k, v, Decay((step * A.float()).transpose(1, 2)), state=state, scale=1.0)
+    ids = _documents(options, *x.shape[:2])
+    out, state = recurrence(q, k, v, Decay((step * A.float()).transpose(1, 2)), state=state, scale=1.0, segments=ids)
     out = out.transpose(1, 2).contiguous()
     if D is not None:
         out = out + D.float().unsqueeze(-1) * x
@@ -125,14 +132,14 @@ def has_plain_experts(layer: nn.Module) -> bool:
 
 def few_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts so few and small that all of them cost less than sorting tokens; others stay with transformers."""
-    if all_are_cheaper(self.down_proj, top_k_index):
+    if can_read(top_k_index) and all_are_cheaper(self.down_proj, top_k_index):
         experts, hidden = self.down_proj.shape[0], self.down_proj.shape[2]
         gates_first = self.gate_up_proj.unflatten(1, (2, hidden)).transpose(0, 1).flatten(0, 2)
         inner = self._apply_gate(F.linear(hidden_states, gates_first)).unflatten(-1, (experts, hidden))
         out = at_once(inner, top_k_weights, top_k_index, lambda inner, _share: down_of_all(inner, self.down_proj))
         if out is not None:
             return out
-    whole: Tensor = type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+    whole: Tensor = getattr(type(self), MARK).forward(self, hidden_states, top_k_index, top_k_weights)
     return whole
 
 

@@ -87,7 +87,7 @@ def gradients(subject: Subject) -> None:
         if parameter.grad is None or not torch.isfinite(parameter.grad).all():
             raise ContractViolation(f"{name} has no finite gradient after one backward pass")
     if subject.dtype != torch.float64:
-        _against_float64(subject, _gradients)
+        _against_float64(subject, _loss, parameters=True, passes=1)
         return
     if not torch.autograd.gradcheck(lambda a: subject.run(layer, a), (x,), raise_exception=False):
         raise ContractViolation("the input's gradient differs from finite differences")
@@ -106,39 +106,63 @@ def gradients(subject: Subject) -> None:
             raise ContractViolation(f"{name}: directional derivative {want:.8g}, finite differences {slope:.8g}")
 
 
-def _gradients(subject: Subject, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The gradients of the input and of every parameter, by name."""
-    context = {name: value.to(x.dtype) for name, value in subject.context_for(layer, x).items()}
-    inputs = {"the input": x.detach().requires_grad_()} | dict(layer.named_parameters())
-    loss = layer(inputs["the input"], **context).square().sum()
-    return dict(zip(inputs, torch.autograd.grad(loss, list(inputs.values())), strict=True))
+Named = dict[str, Tensor]
+Scalar = Callable[[Named], Tensor]
 
 
-def _second_gradients(subject: Subject, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    context = {name: value.to(x.dtype) for name, value in subject.context_for(layer, x).items()}
-    x = x.detach().requires_grad_()
-    (first,) = torch.autograd.grad(layer(x, **context).sin().sum(), x, create_graph=True)
-    second = torch.autograd.grad(first.sin().sum(), x)[0]
-    return {"the output, recorded": first, "that gradient": second}
+def _loss(subject: Subject, layer: nn.Module) -> Scalar:
+    """A number that depends on the tokens and on every parameter, as a function of these by name."""
+
+    def run(given: Named) -> Tensor:
+        x = given["the input"]
+        context = {name: value.to(x.dtype) for name, value in subject.context_for(layer, x).items()}
+        parameters = {name: value for name, value in given.items() if name != "the input"}
+        out: Tensor = torch.func.functional_call(layer, parameters, (x,), context)
+        return out.square().sum()
+
+    return run
+
+
+def _second_loss(subject: Subject, layer: nn.Module) -> Scalar:
+    """A number that depends on a gradient."""
+
+    def run(given: Named) -> Tensor:
+        x = given["the input"]
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        context = {name: value.to(x.dtype) for name, value in subject.context_for(layer, x).items()}
+        with torch.enable_grad():
+            (first,) = torch.autograd.grad(layer(x, **context).sin().sum(), x, create_graph=True)
+        return first.sin().sum()
+
+    return run
+
+
+def _found(loss: Scalar, given: Named) -> Named:
+    leaves = {name: value.detach().requires_grad_() for name, value in given.items()}
+    return dict(zip(leaves, torch.autograd.grad(loss(leaves), list(leaves.values())), strict=True))
 
 
 def _against_float64(
-    subject: Subject, find: Callable[[Subject, nn.Module, Tensor], dict[str, Tensor]], passes: int = 1
+    subject: Subject, make: Callable[[Subject, nn.Module], Scalar], parameters: bool, passes: int
 ) -> None:
-    """Compare gradients with those of the same layer in float64; each pass backwards may add the tolerance.
+    """Compare gradients with those of the same layer in float64, and these with finite differences.
 
-    Where a layer of the library amplifies rounding beyond the tolerance, the plain formula in the same dtype is the
-    measure: twice its error, and a third of the gradient's size at most.
+    Each pass backwards may add the tolerance. Where a layer of the library amplifies rounding beyond it, the plain
+    formula in the same dtype is the measure: twice its error, and a third of the gradient's size at most.
     """
     layer, x = subject.layer(), subject.tokens(2, 5)
-    want, got = find(subject, _wide(layer), x.double()), find(subject, layer, x)
+    given = {"the input": x} | (dict(layer.named_parameters()) if parameters else {})
+    wide = {name: value.detach().double() for name, value in given.items()}
+    truth = make(subject, _wide(layer))
+    want, got = _found(truth, wide), _found(make(subject, layer), given)
     plain, own = got, type(layer).__module__.startswith("regard.")
     if own:
         with use_backend("reference"):
-            plain = find(subject, layer, x)
-    for name, right in ((name, value.detach()) for name, value in want.items()):
+            plain = _found(make(subject, layer), given)
+    for name, right in want.items():
+        _against_differences(name, right, truth, wide)
         size = max(1.0, float(right.abs().max()))
-        error, other = (float((one[name].detach().double() - right).abs().max()) for one in (got, plain))
+        error, other = (float((one[name].double() - right).abs().max()) for one in (got, plain))
         limit = passes * subject.tolerance * size
         if own:
             limit = max(limit, min(2 * other, size / 3))
@@ -146,10 +170,20 @@ def _against_float64(
             raise ContractViolation(f"the gradient of {name}: {error:.3g} off float64, allowed {limit:.3g}")
 
 
+def _against_differences(name: str, grad: Tensor, loss: Scalar, at: Named) -> None:
+    """The slope along a float64 gradient is its length."""
+    length = float(grad.norm())
+    step = 1e-6 / max(length, 1e-6) * max(1.0, float(at[name].abs().max()))
+    sides = [float(loss(at | {name: at[name] + sign * step * grad}).detach()) for sign in (1.0, -1.0)]
+    slope = (sides[0] - sides[1]) / (2 * step * max(length, 1e-6))
+    if abs(slope - length) > 1e-4 * max(1.0, length):
+        raise ContractViolation(f"the gradient of {name}: its length {length:.8g}, by finite differences {slope:.8g}")
+
+
 def second_gradients(subject: Subject) -> None:
     """Second derivatives are right: against finite differences, in lower dtypes against float64."""
     if subject.dtype != torch.float64:
-        _against_float64(subject, _second_gradients, passes=2)
+        _against_float64(subject, _second_loss, parameters=False, passes=2)
         return
     layer = subject.layer()
     x = subject.tokens(1, 3).requires_grad_()

@@ -11,6 +11,8 @@ from torch import Tensor
 from regard.sites import Site, can_read
 
 __all__ = [
+    "HUGE",
+    "SMALLEST",
     "any_all",
     "describe",
     "fits",
@@ -21,11 +23,14 @@ __all__ = [
     "is_part",
     "label",
     "lengths",
+    "norm_eps",
     "pick",
+    "positive",
     "same_label",
     "whole",
 ]
 
+SMALLEST, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 UNKNOWN = (True, False)  # bounds that promise nothing: some pair may be allowed, not all need be
 
 
@@ -44,6 +49,27 @@ def whole(name: str, value: Any, least: int | None) -> int:
     if least is not None and value < least:
         raise ValueError(f"{name}: expected an int of at least {least}, got {value}")
     return value  # type: ignore[return-value]
+
+
+def positive(name: str, value: Any, largest: float = HUGE) -> float:
+    """`value` as a finite number > 0 that float32 holds in full precision, or an error that names the argument.
+
+    A smaller one would divide as 0 does: x / 0 is not finite, and 0 / 0 is no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number > 0, got {describe(value)}")
+    if not SMALLEST <= value <= largest:
+        raise ValueError(f"{name}: expected a number > 0, from {SMALLEST:.3g} to {largest:.3g}, got {value}")
+    return float(value)
+
+
+def norm_eps(eps: Any, least: float = 0.0) -> float:
+    """What a norm adds before it divides, as a finite number of at least `least`, or an error."""
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number >= {least:g}, got {describe(eps)}")
+    if not least <= eps < HUGE:
+        raise ValueError(f"eps: expected a finite number >= {least:g}, got {eps}")
+    return float(eps)
 
 
 def is_part(name: str, value: Any, *kinds: type) -> None:

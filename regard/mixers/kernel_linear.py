@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard.caches import StateCache
 from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
 from regard.masks import Mask
-from regard.masks.checks import describe, is_factory, whole
+from regard.masks.checks import describe, is_factory, positive, whole
 from regard.mixers.base import Record, check_tokens
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
@@ -30,7 +30,6 @@ from regard.transitions import Decay
 __all__ = ["LinearAttention", "LinearCrossAttention", "divided", "read", "records", "with_ones", "written"]
 
 MapFactory = Callable[[int, int], FeatureMap]
-SMALLEST = torch.finfo(torch.float32).tiny  # a smaller eps would be 0 there, and 0 / 0 is no number
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -82,9 +81,7 @@ class _Kernel(nn.Module):
             raise ValueError(f"key_heads: expected a divisor of heads={heads}, got {key_heads}")
         self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
         self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
-        if eps is not None and not SMALLEST <= eps < float("inf"):
-            raise ValueError(f"eps: expected a number >= {SMALLEST:.3g}, or None for no division, got {eps}")
-        self.eps = eps
+        self.eps = None if eps is None else positive("eps", eps)  # None divides by nothing
         is_factory("feature_map", feature_map)
         self.feature_map = feature_map(self.key_heads, self.key_dim)
         if not isinstance(self.feature_map, FeatureMap):
@@ -122,13 +119,13 @@ class _Kernel(nn.Module):
     def _wide(self, x: Tensor) -> Tensor:
         return x.to(torch.float64 if self.feature_map.cancels else compute_dtype(x))
 
-    def finished(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is mixed, from the sums."""
-        return (sums if self.eps is None else divided(sums, self.eps)).to(dtype)
+    def finished(self, sums: Tensor, like: Tensor) -> Tensor:
+        """What is mixed, from the sums, in the compute dtype of `like`."""
+        return (sums if self.eps is None else divided(sums, self.eps)).to(compute_dtype(like))
 
-    def project(self, mixed: Tensor) -> Tensor:
-        """The output (B, T, dim) from what was mixed."""
-        out: Tensor = self.o_proj(merge_heads(mixed if self.norm is None else self.norm(mixed)))
+    def project(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output (B, T, dim) from what was mixed, which is rounded to `dtype` after its norm."""
+        out: Tensor = self.o_proj(merge_heads(mixed if self.norm is None else self.norm(mixed)).to(dtype))
         return out
 
 
@@ -179,7 +176,7 @@ class LinearAttention(_Kernel, RecurrentLayer):
         return mixed, None, {"state": state}
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
-        return self.project(mixed)
+        return self.project(mixed, x.dtype)
 
     def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
         return self._mixed(stream, identity(stream, self.heads), None)[0], self.values(stream.x)
@@ -189,12 +186,12 @@ class LinearAttention(_Kernel, RecurrentLayer):
         with without_autocast(v):
             if not self.bidirectional:
                 sums, state = stream.recur(q, k, v, Decay(), state, 1.0)
-                return self.finished(sums, values.dtype), state.to(compute_dtype(values))
+                return self.finished(sums, values), state.to(compute_dtype(values))
             if stream.segments is None:
                 sums = read(q, written(k, stream.still(v, 2)))
             else:
                 sums = stream.recur_both_ways(q, k, v, Decay(), 1.0)
-            return self.finished(sums, values.dtype), sums.new_zeros(0)  # no cache keeps a state
+            return self.finished(sums, values), sums.new_zeros(0)  # no cache keeps a state
 
 
 class LinearCrossAttention(_Kernel):
@@ -255,8 +252,8 @@ class LinearCrossAttention(_Kernel):
             assert cache is not None
             state = cache.states["state"]
         with without_autocast(q):
-            mixed = self.finished(read(q, state.to(q.dtype)), x.dtype)
-        out = self.project(mixed)
+            mixed = self.finished(read(q, state.to(q.dtype)), x)
+        out = self.project(mixed, x.dtype)
         if cache is not None and stream is not None:
             cache.commit({"state": state.to(compute_dtype(x))}, None, placed, stream.x.shape[1])
         return out
@@ -269,7 +266,7 @@ class LinearCrossAttention(_Kernel):
             raise ValueError("context: the sums in a cache do not remember their tokens; give the context itself")
         values, q = self.values(stream.x), self.query_features(x)
         with without_autocast(q):
-            matrix = self.finished(read(q, self._written(stream, identity(stream, self.heads))), values.dtype)
+            matrix = self.finished(read(q, self._written(stream, identity(stream, self.heads))), values)
         return matrix, values
 
     def init_cache(

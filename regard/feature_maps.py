@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.masks.checks import whole
+from regard.masks.checks import norm_eps, whole
 
 __all__ = ["EluPlusOne", "FeatureMap", "Quadratic", "Rebased", "Taylor", "positive_features", "symmetric_square"]
+
+
+STEEPEST = 1e12  # a scale past it would take squares of ordinary scores beyond float32
 
 
 class FeatureMap(nn.Module):
@@ -65,8 +68,8 @@ class _Polynomial(FeatureMap):
 
     def __init__(self, heads: int, dim: int, *, scale: float | None = None) -> None:
         super().__init__(heads, dim)
-        if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(f"scale: expected a number > 0 or None, got {scale}")
+        if scale is not None and not 0 < scale <= STEEPEST:
+            raise ValueError(f"scale: expected a number > 0 and at most {STEEPEST:.0e}, or None, got {scale}")
         self.root = math.sqrt(self.dim**-0.5 if scale is None else scale)
         self.features = self.dim * (self.dim + 1) // 2
 
@@ -111,7 +114,8 @@ class Taylor(_Polynomial):
 class Rebased(Quadratic):
     """The kernel ``s^2`` of ``norm(q) * q_weight + q_bias`` with ``norm(k) * k_weight + k_bias``: a learned parabola.
 
-    ``norm`` is the layer norm, over all heads together as in the authors' code; `eps` is added to its variance.
+    ``norm`` is the layer norm, over all heads together as in the authors' code; `eps`, at least 1e-25, is added to its
+    variance.
     Parameters: ``q_weight q_bias k_weight k_bias`` (heads, dim).
 
     Aksenov et al. 2024, arXiv:2402.10644.
@@ -122,7 +126,7 @@ class Rebased(Quadratic):
 
     def __init__(self, heads: int, dim: int, *, scale: float | None = None, eps: float = 1e-5) -> None:
         super().__init__(heads, dim, scale=scale)
-        self.eps, shape = eps, (self.heads, self.dim)
+        self.eps, shape = norm_eps(eps, 1e-25), (self.heads, self.dim)
         self.q_weight, self.k_weight = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
         self.q_bias, self.k_bias = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
 
@@ -160,8 +164,8 @@ def positive_features(x: Tensor, projection: Tensor, *, hyperbolic: bool = False
     >>> positive_features(torch.zeros(2), torch.randn(4, 2)).tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
-    z = x * x.shape[-1] ** -0.25
-    u, half = z @ projection.to(x.dtype).transpose(-1, -2), z.square().sum(-1, keepdim=True) / 2
+    z = x.to(torch.promote_types(x.dtype, torch.float32)) * x.shape[-1] ** -0.25
+    u, half = z @ projection.to(z.dtype).transpose(-1, -2), z.square().sum(-1, keepdim=True) / 2
     u = torch.cat((u, -u), -1) if hyperbolic else u
     features: Tensor = torch.exp(u - half) * u.shape[-1] ** -0.5
-    return features
+    return features.to(x.dtype)

@@ -14,7 +14,7 @@ from oracles import state_layers as oracle
 from torch import Tensor
 
 import regard
-from regard import gates
+from regard import decays
 from regard.caches import StateCache
 from regard.masks import Causal, Window
 from regard.mixers.parts import l2_normalized
@@ -130,7 +130,7 @@ def test_three_tokens_both_ways_by_hand():
     """The two passes fade by different tokens: forwards by those up to the reader, backwards by those from it on."""
     layer = drawn(GatedLinearAttention(2, 1, key_dim=1, value_dim=1, decay=GLADecay(rank=None), bidirectional=True))
     x = tokens(1, 3, 2)
-    g = gates.logsigmoid_decay(layer.decay_proj(x))[0, :, 0]
+    g = decays.logsigmoid_decay(layer.decay_proj(x))[0, :, 0]
     q, k = layer.q_proj(x)[0, :, 0], layer.k_proj(x)[0, :, 0]
     fade = torch.stack(
         [
@@ -208,10 +208,10 @@ def test_numbers_of_other_implementations(name, dtype, atol, backend):
 
 
 def test_slopes():
-    close(gates.lightning_slopes(8), 2.0 ** -torch.arange(1.0, 9.0, dtype=WIDE))
+    close(decays.lightning_slopes(8), 2.0 ** -torch.arange(1.0, 9.0, dtype=WIDE))
     depth = 1 - 2 / (79 + 1e-5) + 1e-5  # MiniMax-01 has 80 layers
-    assert LightningAttention(16, 4, slopes=gates.lightning_slopes(4, 2, 80)).slopes[1] == pytest.approx(depth / 16)
-    close(torch.exp(-gates.retention_slopes(3)), torch.tensor([31 / 32, 63 / 64, 127 / 128], dtype=WIDE))
+    assert LightningAttention(16, 4, slopes=decays.lightning_slopes(4, 2, 80)).slopes[1] == pytest.approx(depth / 16)
+    close(torch.exp(-decays.retention_slopes(3)), torch.tensor([31 / 32, 63 / 64, 127 / 128], dtype=WIDE))
     for layer in (LightningAttention(16, 4), Retention(16, 4)):  # no cast of the layer rounds them
         assert layer.bfloat16().slopes == layer.double().slopes == layer.to("meta").slopes
     with torch.device("meta"):  # as loading a checkpoint builds it
@@ -332,8 +332,8 @@ def test_a_bfloat16_layer_keeps_wide_states():
         (lambda: LightningAttention(8, 2, slopes=[0.1, -0.1]), "slopes"),
         (lambda: Retention(8, 2, slopes=[0.1, float("inf")]), "slopes"),
         (lambda: Retention(6, 2), "key_dim"),
-        (lambda: gates.lightning_slopes(4, 4, 4), "layer"),
-        (lambda: gates.bounded_decay(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.0), "low"),
+        (lambda: decays.lightning_slopes(4, 4, 4), "layer"),
+        (lambda: decays.bounded_decay(torch.zeros(1), torch.zeros(1), torch.zeros(1), 0.0), "low"),
     ],
 )
 def test_wrong_constructor_arguments(make, name):

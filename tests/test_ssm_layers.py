@@ -12,7 +12,7 @@ from oracles import state_spaces as oracle
 
 import regard
 from regard.catalog import find
-from regard.gates import complement_decay, rglru_decay, softplus_step, step_decay
+from regard.decays import complement_decay, rglru_decay, softplus_step, step_decay
 from regard.masks import Causal
 from regard.mixers.griffin import _bounded_sqrt
 from regard.nn import (

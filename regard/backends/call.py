@@ -105,6 +105,16 @@ class AttentionCall:
         return dataclasses.replace(self, q=q, k=k, v=v, sink=sink, bias=bias)
 
     @property
+    def wide_bias(self) -> Bias | None:
+        """The bias with its tensors in at least the compute dtype: there the gradients of what broadcasts add up."""
+        if self.bias is None:
+            return None
+        tensors = self.bias.tensors()
+        wide = [t.to(torch.promote_types(t.dtype, self.compute_dtype)) for t in tensors]
+        same = all(one is other for one, other in zip(wide, tensors, strict=True))
+        return self.bias if same else self.bias.with_tensors(wide)
+
+    @property
     def q_start(self) -> int | Tensor:
         """The key slot at which query 0 stands."""
         return self.frame.q_start

@@ -62,7 +62,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     batch, q_heads, _, q_len, k_len, _ = call.sizes
-    start, mask, bias, cap = call.q_start, call.mask, call.bias, call.softcap
+    start, mask, bias, cap = call.q_start, call.mask, call.wide_bias, call.softcap
     k, v = call.k, call.v
     block_mask = None
     if mask is not None:

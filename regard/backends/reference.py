@@ -41,8 +41,8 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     scores = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.bias is not None:
-        scores = scores + call.bias.scores(site, dtype)
+    if (bias := call.wide_bias) is not None:
+        scores = scores + bias.scores(site, dtype)
     if allowed is not None:
         scores = torch.where(allowed, scores, never)
     top = scores.detach().amax(-1, keepdim=True) if k_len else never.expand(batch, q_heads, q_len, 1)

@@ -74,7 +74,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     if call.mask is not None:
         extra = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len)
         k, v = zero_unread(extra, k, v)
-    if call.bias is not None:
-        bias = call.bias.scores(site, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
+    if (added := call.wide_bias) is not None:
+        bias = added.scores(site, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
         extra = bias if extra is None else torch.where(extra, bias, -torch.inf)  # in the compute dtype, never rounded
     return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, **options), no_lse

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from regard.biases.base import Bias, needs_heads
 from regard.masks.checks import describe, whole
-from regard.sites import Site
+from regard.sites import Site, can_read
 
 __all__ = ["Alibi", "alibi_slopes"]
+
+
+STEEPEST = 1.1e30  # times a distance it is a float32
 
 
 def alibi_slopes(heads: int, order: str = "bloom", max_bias: float = 8.0) -> Tensor:
@@ -67,6 +70,10 @@ class Alibi(Bias):
             object.__setattr__(self, "slopes", alibi_slopes(self.slopes))
         elif self.slopes.ndim != 1 or not self.slopes.is_floating_point():
             raise ValueError(f"slopes: expected a float tensor (H,) or a number of heads, got {describe(self.slopes)}")
+        elif can_read(self.slopes) and self.slopes.numel():
+            steepest = float(self.slopes.detach().abs().max())
+            if steepest > STEEPEST:
+                raise ValueError(f"slopes: expected numbers within 1e30, so that scores are finite, got {steepest:.6g}")
 
     @property
     def _slopes(self) -> Tensor:

@@ -193,7 +193,10 @@ class Dense(Bias):
         return () if self.tensor.ndim == 0 else (site.b, site.h, site.row, site.col)[4 - self.tensor.ndim :]
 
     def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        return (pick(self.tensor, *index) if (index := self._index(site)) else self.tensor).to(dtype)
+        tensor, index = self.tensor, self._index(site)
+        if torch.is_grad_enabled() and tensor.requires_grad:  # first: gradients of what broadcasts add up in it
+            tensor = tensor.to(torch.promote_types(tensor.dtype, dtype))
+        return (pick(tensor, *index) if index else tensor).to(dtype)
 
     def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
         (total,) = into

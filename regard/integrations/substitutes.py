@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.gates import softplus_step
+from regard.decays import softplus_step
 from regard.integrations.options import documents
 from regard.mixers.parts import l2_normalized
 from regard.models.experts import all_are_cheaper, at_once, down_of_all

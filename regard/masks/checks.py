@@ -12,6 +12,8 @@ from torch import Tensor
 from regard.sites import Site, can_read
 
 __all__ = [
+    "HUGE",
+    "SMALLEST",
     "any_all",
     "describe",
     "fits",
@@ -25,13 +27,16 @@ __all__ = [
     "is_torch_rule",
     "label",
     "lengths",
+    "norm_eps",
     "pick",
+    "positive",
     "real",
     "same_label",
     "whole",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SMALLEST, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 UNKNOWN = (True, False)  # bounds that promise nothing: some pair may be allowed, not all need be
 
 
@@ -84,6 +89,25 @@ def real(name: str, value: Any, accepted: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name}: expected {accepted}, got {describe(value)}")
     return float(value)
+
+
+def positive(name: str, value: float, largest: float = HUGE) -> float:
+    """`value` as a finite number > 0 that float32 holds in full precision, or an error that names the argument.
+
+    A smaller one would divide as 0 does: x / 0 is not finite, and 0 / 0 is no number.
+    """
+    value = real(name, value, "a number > 0")
+    if not SMALLEST <= value <= largest:
+        raise ValueError(f"{name}: expected a number > 0, from {SMALLEST:.3g} to {largest:.3g}, got {value}")
+    return value
+
+
+def norm_eps(eps: float, least: float = 0.0) -> float:
+    """What a norm adds before it divides, as a finite number of at least `least`, or an error."""
+    eps = real("eps", eps, f"a number >= {least:g}")
+    if not least <= eps < HUGE:
+        raise ValueError(f"eps: expected a finite number >= {least:g}, got {eps}")
+    return eps
 
 
 def is_part(name: str, value: Any, *kinds: type) -> None:

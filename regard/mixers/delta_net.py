@@ -60,7 +60,7 @@ class DeltaNet(DeltaRuleLayer):
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
         gate = () if self.g_proj is None else (split_heads(self.g_proj(x), self.heads),)
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, *gate)))
+        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, *gate)).to(x.dtype))
         return out
 
 

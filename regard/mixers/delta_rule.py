@@ -86,7 +86,7 @@ class DeltaRuleLayer(RecurrentLayer):
         channels, tail = self.conv(stream, torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1), tail)
         q, k, v = channels.split((keys, keys, channels.shape[-1] - 2 * keys), -1)
         q, k = (l2_normalized(split_heads(part, self.key_heads)) for part in (q, k))
-        return q, k, split_heads(v, self.heads), tail
+        return q, k, split_heads(v, self.heads), tail  # all in the compute dtype, as the convolution gave them
 
     def _transition(self, x: Tensor) -> Delta:
         beta = torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.gates import complement_decay
+from regard.decays import complement_decay_from_logit, damped_decay, sigmoid
 from regard.masks.checks import whole
 from regard.mixers.base import Record
 from regard.mixers.parts import merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, scan_matrix, widened
 
 __all__ = ["DampedEMA", "ExponentialMovingAverage", "records"]
 
@@ -63,8 +63,7 @@ class ExponentialMovingAverage(RecurrentLayer):
 
     def _rates(self) -> tuple[Tensor, Tensor]:
         """(alpha (dim,), the log-decays (1, 1, dim))."""
-        alpha = torch.sigmoid(self.logit.to(compute_dtype(self.logit)))
-        return alpha, complement_decay(alpha)[None, None]
+        return sigmoid(self.logit), complement_decay_from_logit(self.logit)[None, None]
 
 
 class DampedEMA(RecurrentLayer):
@@ -132,9 +131,8 @@ class DampedEMA(RecurrentLayer):
 
     def _rates(self) -> tuple[Tensor, Tensor, Tensor]:
         """(log-decays (1, 1, rows, N), weights into the averages and out of them, both (rows, N))."""
-        wide = compute_dtype(self.delta)
-        p, a = torch.sigmoid(self.delta.to(wide)), torch.sigmoid(self.alpha.to(wide))
-        return complement_decay(p * a)[None, None], p * self.beta.to(wide), self.gamma.to(wide) * self.states**-0.5
+        log_q, read = damped_decay(self.delta, self.alpha), widened(self.gamma) * self.states**-0.5
+        return log_q[None, None], sigmoid(self.delta) * widened(self.beta), read
 
 
 records = (

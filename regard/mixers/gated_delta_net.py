@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from regard.gates import softplus_decay, step_bias
+from regard.decays import softplus_decay, step_bias
 from regard.masks.checks import is_factory
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
@@ -75,7 +75,8 @@ class GatedDeltaNet(DeltaRuleLayer):
         return softplus_decay(self.a_proj(x), self.A_log, self.dt_bias).transpose(1, 2)
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
+        gate = split_heads(self.g_proj(x), self.heads)
+        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, gate)).to(gate.dtype))
         return out
 
 

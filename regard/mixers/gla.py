@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from regard.gates import logsigmoid_decay
-from regard.masks.checks import is_part, whole
+from regard.decays import logsigmoid_decay
+from regard.masks.checks import is_part, positive, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
@@ -39,8 +39,7 @@ class GLADecay:
     per_head: bool = False
 
     def __post_init__(self) -> None:
-        if not self.tau > 0:
-            raise ValueError(f"tau: expected a number > 0, got {self.tau}")
+        positive("tau", self.tau)
         if self.low is not None and not self.low <= 0:
             raise ValueError(f"low: expected None or a number <= 0 (nats per token), got {self.low}")
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.gates import rglru_decay
+from regard.decays import rglru_decay_from_logit
 from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, scan_matrix, widened
 
 __all__ = ["GriffinRecurrent", "records"]
 
@@ -105,13 +105,14 @@ class GriffinRecurrent(RecurrentLayer):
 
     def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(the log-decays and what enters the states, both (B, T, width), the convolution's new tail)."""
-        u, tail = self.conv(stream, self.x_proj(stream.x), tail)
-        wide = compute_dtype(u)
-        r, i = torch.sigmoid(self.recurrence_gate(u).to(wide)), torch.sigmoid(self.input_gate(u).to(wide))
-        log_a = rglru_decay(r, self.p)
+        x = self.x_proj(stream.x)
+        u, tail = self.conv(stream, x, tail)
+        narrow = u.to(x.dtype)
+        log_a = rglru_decay_from_logit(self.recurrence_gate(narrow).double(), self.p)
         anew = (stream.positions == 0)[..., None]
-        share = torch.where(anew, 1.0, _bounded_sqrt(-torch.expm1(2.0 * log_a)))
-        return torch.where(anew, -torch.inf, log_a), share * i * u.to(wide), tail
+        share = torch.where(anew, 1.0, _bounded_sqrt(-torch.expm1(2.0 * log_a))).to(u.dtype)
+        entered = share * torch.sigmoid(widened(self.input_gate(narrow))) * u
+        return torch.where(anew, -torch.inf, log_a.to(u.dtype)), entered, tail
 
 
 def _bounded_sqrt(x: Tensor) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.gates import lower_bounded_decay
+from regard.decays import lower_bounded_decay, lower_bounded_input
 from regard.masks.checks import describe, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix, widened
 
 __all__ = ["HGRN", "ForgetBound", "ForgetBounds", "records"]
 
@@ -105,9 +105,8 @@ class HGRN(RecurrentLayer):
 
     def _read(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """The log-decays and what enters the states, both (B, T, width)."""
-        raw = self.f_proj(stream.x)
-        log_f = lower_bounded_decay(raw, self.low() if isinstance(self.low, nn.Module) else self.low)
-        return log_f, -torch.expm1(log_f) * F.silu(self.i_proj(stream.x).to(log_f.dtype))
+        raw, low = self.f_proj(stream.x), self.low() if isinstance(self.low, nn.Module) else self.low
+        return lower_bounded_decay(raw, low), lower_bounded_input(raw, low) * F.silu(widened(self.i_proj(stream.x)))
 
 
 records = (

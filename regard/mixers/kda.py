@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.gates import bounded_decay, softplus_decay, step_bias
-from regard.masks.checks import is_part
+from regard.decays import bounded_decay, softplus_decay, step_bias
+from regard.masks.checks import is_part, norm_eps
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
 from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
@@ -49,6 +49,7 @@ class KDAGates:
     def __post_init__(self) -> None:
         if self.low is not None and not -float("inf") < self.low < 0:
             raise ValueError(f"low: expected None or a finite number < 0 (nats per token), got {self.low}")
+        norm_eps(self.eps)
 
 
 class KimiDeltaAttention(DeltaRuleLayer):

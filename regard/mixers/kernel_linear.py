@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard.caches import StateCache
 from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
 from regard.masks import Mask
-from regard.masks.checks import describe, is_factory, whole
+from regard.masks.checks import describe, is_factory, positive, whole
 from regard.mixers.base import Record, check_tokens, floating
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
@@ -30,7 +30,6 @@ from regard.transitions import Decay
 __all__ = ["LinearAttention", "LinearCrossAttention", "divided", "read", "records", "with_ones", "written"]
 
 MapFactory = Callable[[int, int], FeatureMap]
-SMALLEST = torch.finfo(torch.float32).tiny  # a smaller eps would be 0 there, and 0 / 0 is no number
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -82,9 +81,7 @@ class _Kernel(nn.Module):
             raise ValueError(f"key_heads: expected a divisor of heads={heads}, got {key_heads}")
         self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
         self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
-        if eps is not None and not SMALLEST <= eps < float("inf"):
-            raise ValueError(f"eps: expected a number >= {SMALLEST:.3g}, or None for no division, got {eps}")
-        self.eps = eps
+        self.eps = None if eps is None else positive("eps", eps)  # None divides by nothing
         is_factory("feature_map", feature_map)
         self.feature_map = feature_map(self.key_heads, self.key_dim)
         if not isinstance(self.feature_map, FeatureMap):
@@ -122,13 +119,13 @@ class _Kernel(nn.Module):
     def _wide(self, x: Tensor) -> Tensor:
         return x.to(torch.float64 if self.feature_map.cancels else compute_dtype(x))
 
-    def finished(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is mixed, from the sums."""
-        return (sums if self.eps is None else divided(sums, self.eps)).to(dtype)
+    def finished(self, sums: Tensor, like: Tensor) -> Tensor:
+        """What is mixed, from the sums, in the compute dtype of `like`."""
+        return (sums if self.eps is None else divided(sums, self.eps)).to(compute_dtype(like))
 
-    def project(self, mixed: Tensor) -> Tensor:
-        """The output (B, T, dim) from what was mixed."""
-        out: Tensor = self.o_proj(merge_heads(mixed if self.norm is None else self.norm(mixed)))
+    def project(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output (B, T, dim) from what was mixed, which is rounded to `dtype` after its norm."""
+        out: Tensor = self.o_proj(merge_heads(mixed if self.norm is None else self.norm(mixed)).to(dtype))
         return out
 
 
@@ -179,7 +176,7 @@ class LinearAttention(_Kernel, RecurrentLayer):
         return mixed, None, {"state": state}
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
-        return self.project(mixed)
+        return self.project(mixed, x.dtype)
 
     def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
         return self._mixed(stream, identity(stream, self.heads), None)[0], self.values(stream.x)
@@ -189,12 +186,12 @@ class LinearAttention(_Kernel, RecurrentLayer):
         with without_autocast(v):
             if not self.bidirectional:
                 sums, state = stream.recur(q, k, v, Decay(), state, 1.0)
-                return self.finished(sums, values.dtype), state.to(compute_dtype(values))
+                return self.finished(sums, values), state.to(compute_dtype(values))
             if stream.segments is None:
                 sums = read(q, written(k, stream.still(v, 2)))
             else:
                 sums = stream.recur_both_ways(q, k, v, Decay(), 1.0)
-            return self.finished(sums, values.dtype), sums.new_zeros(0)  # no cache keeps a state
+            return self.finished(sums, values), sums.new_zeros(0)  # no cache keeps a state
 
 
 class LinearCrossAttention(_Kernel):
@@ -250,7 +247,7 @@ class LinearCrossAttention(_Kernel):
         else:
             assert cache is not None
             state = cache.states["state"]
-        out = self.project(self._read(q, state, x.dtype))
+        out = self.project(self._read(q, state, x), x.dtype)
         if cache is not None and stream is not None:
             cache.commit({"state": state.to(compute_dtype(x))}, None, placed, stream.x.shape[1])
             cache.context = True
@@ -259,14 +256,14 @@ class LinearCrossAttention(_Kernel):
     def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
         """What the layer mixes of a context (B, H, T, Dv), before norm and output projection."""
         stream = self._given(x, context, **arguments)
-        return self._read(self.query_features(x), self._written(stream, self.values(stream.x)), x.dtype)
+        return self._read(self.query_features(x), self._written(stream, self.values(stream.x)), x)
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, Dv)) with ``M @ V`` what the layer mixes; the context is to be given."""
         stream = self._given(x, context, **arguments)
         values = self.values(stream.x)
         unit = self._written(stream, identity(stream, self.heads))
-        return self._read(self.query_features(x), unit, values.dtype), values
+        return self._read(self.query_features(x), unit, values), values
 
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -281,9 +278,9 @@ class LinearCrossAttention(_Kernel):
             raise ValueError("context: the sums in a cache do not remember their tokens; give the context itself")
         return stream
 
-    def _read(self, q: Tensor, state: Tensor, dtype: torch.dtype) -> Tensor:
+    def _read(self, q: Tensor, state: Tensor, like: Tensor) -> Tensor:
         with without_autocast(q):
-            return self.finished(read(q, state.to(q.dtype)), dtype)
+            return self.finished(read(q, state.to(q.dtype)), like)
 
     def _written(self, stream: Stream, values: Tensor) -> Tensor:
         k, v = self.key_features(stream.x), self.summed(values)

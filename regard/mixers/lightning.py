@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.gates import fixed_slopes, lightning_slopes
+from regard.decays import fixed_slopes, lightning_slopes
 from regard.masks.checks import whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity, widened
 from regard.sites import plain_tensors
 from regard.transitions import Decay
 
@@ -32,7 +32,7 @@ class LightningAttention(RecurrentLayer):
         dim: width of the tokens.
         heads: H.
         head_dim: D of a head; ``dim // heads`` by default.
-        slopes: H decay rates >= 0, nats per token; by default ALiBi's. `regard.gates.lightning_slopes` also gives
+        slopes: H decay rates >= 0, nats per token; by default ALiBi's. `regard.decays.lightning_slopes` also gives
             MiniMax's, which fall with a layer's depth.
         eps: of the norm over all heads.
 
@@ -40,7 +40,7 @@ class LightningAttention(RecurrentLayer):
     head. Raises ValueError for sizes below 1, another number of slopes than heads, and slopes out of range.
 
     >>> import torch
-    >>> from regard.gates import lightning_slopes
+    >>> from regard.decays import lightning_slopes
     >>> LightningAttention(64, 4, slopes=lightning_slopes(4, 2, 80))(torch.randn(2, 10, 64)).shape
     torch.Size([2, 10, 64])
     """
@@ -83,7 +83,7 @@ class LightningAttention(RecurrentLayer):
         return matrix, self._head(self.v_proj, stream)
 
     def _head(self, proj: nn.Module, stream: Stream) -> Tensor:
-        return split_heads(F.silu(proj(stream.x)), self.heads)
+        return split_heads(F.silu(widened(proj(stream.x))), self.heads)
 
     def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x = stream.x

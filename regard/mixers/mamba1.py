@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.gates import softplus_step, step_bias
+from regard.decays import softplus_step, state_rate, step_bias
 from regard.masks.checks import is_factory, is_part, whole
 from regard.mixers.base import Record, is_plain
 from regard.mixers.parts import MambaShell, RMSNorm, ShortConv, merge_heads, split_heads
@@ -86,7 +86,7 @@ class Mamba(RecurrentLayer):
         x, z = self.in_proj(stream.x).chunk(2, -1)
         x, tail = self.conv(stream, x, states.get("tail"))
         A, D = self._constants(x)
-        y, state = stream.selective_scan(x.to(A.dtype), *self._selection(x, A), D, states.get("state"))
+        y, state = stream.selective_scan(x, *self._selection(x.to(z.dtype), A), D, states.get("state"))
         return split_heads(y, self.width), z, {"state": state, "tail": tail}
 
     def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
@@ -97,18 +97,19 @@ class Mamba(RecurrentLayer):
 
     def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Each channel is copied once for every token, and copy s is fed a 1 at token s."""
-        x, _ = self.conv(stream, self.in_proj(stream.x).chunk(2, -1)[0], None)
+        x, z = self.in_proj(stream.x).chunk(2, -1)
+        x, _ = self.conv(stream, x, None)
         A, D = self._constants(x)
         tokens = x.shape[1]
-        dt, A, B, C = self._selection(x, A)
+        dt, A, B, C = self._selection(x.to(z.dtype), A)
         eye = torch.eye(tokens, dtype=A.dtype, device=x.device).repeat(1, self.width).expand(x.shape[0], -1, -1)
         copies = (dt.repeat_interleave(tokens, 2), A.repeat_interleave(tokens, 0), B, C, D.repeat_interleave(tokens))
         y, _ = stream.selective_scan(eye, *copies)
-        return y.unflatten(2, (self.width, tokens)).movedim(1, 2), split_heads(x.to(A.dtype), self.width)
+        return y.unflatten(2, (self.width, tokens)).movedim(1, 2), split_heads(x, self.width)
 
     def _constants(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = compute_dtype(x)
-        return -torch.exp(self.A_log.to(wide)), self.D.to(wide)
+        return state_rate(self.A_log).to(wide), self.D.to(wide)
 
     def _selection(self, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(steps (B, T, d), A, B and C (B, T, N))."""

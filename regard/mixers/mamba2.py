@@ -15,23 +15,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.gates import softplus_step, step_bias, step_decay
+from regard.decays import softplus_decay, softplus_step, step_bias
 from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, MambaShell, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
 from regard.transitions import Decay
 
 __all__ = ["Mamba2", "records"]
 
 
 class _Inputs(NamedTuple):
-    """In the compute dtype: x (B, H, T, P), B and C (B, G, T, N), the steps dt (B, H, T)."""
+    """In the compute dtype: x (B, H, T, P), B and C (B, G, T, N), the steps dt and the log-decays (B, H, T)."""
 
     x: Tensor
     B: Tensor
     C: Tensor
     dt: Tensor
+    log_decay: Tensor
 
 
 class Mamba2(RecurrentLayer):
@@ -116,14 +117,15 @@ class Mamba2(RecurrentLayer):
         shared = self.groups * self.state_dim
         z, mixed, steps = self.in_proj(stream.x).split([self.width, self.width + 2 * shared, self.heads], -1)
         mixed, tail = self.conv(stream, mixed, tail)
-        x, B, C = mixed.to(compute_dtype(mixed)).split([self.width, shared, shared], -1)
+        x, B, C = mixed.split([self.width, shared, shared], -1)
         dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
+        log_decay = softplus_decay(steps, self.A_log, self.dt_bias, self.limits).transpose(1, 2)
         heads = split_heads(x, self.heads), split_heads(B, self.groups), split_heads(C, self.groups)
-        return z, _Inputs(*heads, dt), tail
+        return z, _Inputs(*heads, dt, log_decay), tail
 
     def _ssd(self, stream: Stream, given: _Inputs, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         x = x.to(given.x.dtype)
-        decay = Decay(step_decay(given.dt, self.A_log[:, None]))
+        decay = Decay(given.log_decay)
         v, skip = given.dt[..., None] * x, self.D.to(x.dtype)[:, None, None] * x
         if self.bidirectional:
             return stream.recur_both_ways(given.C, given.B, v, decay, scale=1.0) + skip, None

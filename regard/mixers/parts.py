@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from regard.biases import RelativeBuckets
 from regard.caches import Held
 from regard.masks import KeyPadding, Mask, Segments, as_mask
-from regard.masks.checks import is_factory, whole
+from regard.masks.checks import SMALLEST, is_factory, norm_eps, whole
 from regard.mixers.recurrent import Stream
 
 __all__ = [
@@ -31,6 +32,22 @@ __all__ = [
 ]
 
 
+LEAST_EPS = 1e-25  # the derivative of 1 / sqrt(eps) is a float32
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight``; with an eps near 0 a row of zeros gives 0, and finite gradients too."""
+    if eps >= LEAST_EPS:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    size = x.detach().abs().amax(-1, keepdim=True)  # the norm of x / size is that of x, whatever size is
+    empty = size == 0.0
+    size = torch.where(empty, 1.0, size)
+    part = x / size
+    added = torch.where(empty, 1.0, eps / size / size)
+    normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + added)
+    return normed if weight is None else normed * weight
+
+
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, or ``* (1 + weight)`` with `unit_offset`.
 
@@ -42,14 +59,14 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-6, unit_offset: bool = False) -> None:
         super().__init__()
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps, self.unit_offset = norm_eps(eps), unit_offset
         self.weight = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, (x.shape[-1],), 1.0 + self.weight if self.unit_offset else self.weight, self.eps)
+            return _rms_norm(x, 1.0 + self.weight if self.unit_offset else self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = F.rms_norm(wide, (x.shape[-1],), eps=self.eps)
+        normed = _rms_norm(wide, None, self.eps)
         if self.unit_offset:
             return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
         return (normed.to(torch.promote_types(x.dtype, self.weight.dtype)) * self.weight).to(x.dtype)
@@ -82,7 +99,7 @@ class GatedRMSNorm(nn.Module):
             raise ValueError(f"gate: expected 'silu' or 'sigmoid', got {gate!r}")
         if dim % whole("groups", groups, 1):
             raise ValueError(f"groups: expected a divisor of dim={dim}, got {groups}")
-        self.groups, self.eps, self.gate, self.gate_first = groups, eps, gate, gate_first
+        self.groups, self.eps, self.gate, self.gate_first = groups, norm_eps(eps), gate, gate_first
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
@@ -90,10 +107,10 @@ class GatedRMSNorm(nn.Module):
         gate = (F.silu if self.gate == "silu" else torch.sigmoid)(z.to(wide))
         mixed = x.to(wide) * gate if self.gate_first else x.to(wide)
         if self.groups == 1:
-            normed = F.rms_norm(mixed, (mixed.shape[-1],), self.weight.to(wide), self.eps)
+            normed = _rms_norm(mixed, self.weight.to(wide), self.eps)
         else:
             parts = mixed.unflatten(-1, (self.groups, -1))
-            normed = F.rms_norm(parts, (parts.shape[-1],), eps=self.eps).flatten(-2) * self.weight.to(wide)
+            normed = _rms_norm(parts, None, self.eps).flatten(-2) * self.weight.to(wide)
         return (normed if self.gate_first else normed * gate).to(z.dtype)
 
     def extra_repr(self) -> str:
@@ -104,7 +121,7 @@ class ShortConv(nn.Module):
     """A causal depthwise convolution of a few taps as a part of a recurrent layer, with SiLU after it or nothing.
 
     ``weight`` is (channels, taps), the last tap the current token's; ``bias`` (channels,). Its state is the last
-    ``taps - 1`` inputs. A weight wider than the tokens widens them: the result is rounded once, after the SiLU.
+    ``taps - 1`` inputs. The result is in the compute dtype: what follows may normalise it before it is rounded.
     """
 
     def __init__(self, channels: int, taps: int = 4, *, bias: bool = False, silu: bool = True) -> None:
@@ -121,9 +138,8 @@ class ShortConv(nn.Module):
 
     def forward(self, stream: Stream, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the convolved tokens (B, T, channels), the new tail)."""
-        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
-        y, tail = stream.conv(wide, self.weight, self.bias, tail)
-        return (F.silu(y) if self.silu else y).to(x.dtype), tail
+        y, tail = stream.conv(x.to(torch.promote_types(x.dtype, self.weight.dtype)), self.weight, self.bias, tail)
+        return F.silu(y) if self.silu else y, tail
 
 
 @dataclass(frozen=True)
@@ -144,8 +160,7 @@ class MambaShell:
 
     def __post_init__(self) -> None:
         whole("taps", self.taps, 1)
-        if not self.eps >= 0:
-            raise ValueError(f"eps: expected a number >= 0, got {self.eps}")
+        norm_eps(self.eps)
 
 
 def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -155,6 +170,8 @@ def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:
     [0.6000000238418579, 0.800000011920929]
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if eps < LEAST_EPS:
+        return (_rms_norm(wide, None, eps / x.shape[-1]) / math.sqrt(x.shape[-1])).to(x.dtype)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -219,8 +236,8 @@ class Scores:
     def __post_init__(self) -> None:
         if not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"dropout: expected a number in [0, 1], got {self.dropout}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap: expected a number > 0 or None, got {self.softcap}")
+        if self.softcap is not None and not self.softcap >= SMALLEST:
+            raise ValueError(f"softcap: expected a number of at least {SMALLEST:.3g} or None, got {self.softcap}")
 
 
 class RelativePositionBias(nn.Module):

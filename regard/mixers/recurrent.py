@@ -18,7 +18,7 @@ from regard.caches import StateCache
 from regard.masks import Causal, Mask
 from regard.masks.checks import describe, whole
 from regard.mixers.base import check_tokens, floating
-from regard.ops.checks import scale_of
+from regard.ops.checks import scale_of, without_autocast
 from regard.ops.convolutions import convolve
 from regard.ops.packing import starts_of
 from regard.ops.recurrence import recurrence
@@ -35,6 +35,7 @@ __all__ = [
     "empty_states",
     "identity",
     "scan_matrix",
+    "widened",
 ]
 
 States = Mapping[str, Tensor]
@@ -45,7 +46,8 @@ class Stream:
     """The tokens of a call: real ones first in each row.
 
     Its methods are the recurrent operations, made blind to padding (which leaves every state as it was) and bounded by
-    segments.
+    segments. What they return is in the compute dtype, outside autocast too: a sum that overflows half precision may
+    yet be normalised to a moderate number, so only a layer's end rounds.
     """
 
     x: Tensor  # (B, T, dim), 0 at padding
@@ -72,6 +74,7 @@ class Stream:
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`regard.recurrence`."""
+        q, k, v = (widened(x) for x in (q, k, v))
         if self.real is not None:
             decay = transition.log_decay
             if decay is not None:
@@ -81,19 +84,22 @@ class Stream:
                 transition = Delta(self.still(transition.beta, 2), decay)
             else:
                 v, transition = self.still(v, 2), Decay(decay)
-        return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
+        with without_autocast(q):
+            return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
 
     def recur_both_ways(self, q: Tensor, k: Tensor, v: Tensor, transition: Decay, scale: float | None = None) -> Tensor:
         """`regard.recurrence` over the tokens and over the reversed tokens, added; a token reads itself once."""
+        q, k, v = (widened(x) for x in (q, k, v))
         back, decay = self.reversed(), transition.log_decay
         past, _ = self.recur(q, k, v, transition, None, scale)
         turned = decay if decay is None or decay.ndim == 1 else decay.flip(2)
         future, _ = back.recur(q.flip(2), k.flip(2), v.flip(2), Decay(turned), None, scale)
-        own = (q * k).sum(-1, keepdim=True) * scale_of(scale, k.shape[3])
+        own = (q * k).sum(-1, keepdim=True) * scale_of(scale, k.shape[3], k.dtype)
         return past + future.flip(2) - own.repeat_interleave(v.shape[1] // k.shape[1], 1) * v
 
     def scan(self, log_a: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`regard.scan`."""
+        x = widened(x)
         if self.real is not None:
             x = self.still(x)
             log_a = self.still(log_a.expand(*x.shape[:2], *log_a.shape[2:]))
@@ -103,11 +109,11 @@ class Stream:
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`regard.selective_scan`."""
-        return selective_scan(x, self.still(dt), A, B, C, D, state=state, segments=self.segments)
+        return selective_scan(widened(x), self.still(dt), A, B, C, D, state=state, segments=self.segments)
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor | None) -> tuple[Tensor, Tensor]:
         """`regard.short_conv`; the tail returned ends at the last real token."""
-        return convolve(x, weight, bias, tail, starts_of(self.segments, *x.shape[:2]), self.lengths)
+        return convolve(widened(x), weight, bias, tail, starts_of(self.segments, *x.shape[:2]), self.lengths)
 
     def still(self, x: Tensor, axis: int = 1) -> Tensor:
         """`x` with 0 at padding; its time axis is 1, or 2 with heads before it."""
@@ -284,6 +290,11 @@ def check_cache(layer: nn.Module, cache: Any, shapes: Mapping[str, tuple[int, ..
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of gates and states: float64 beside float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor) -> Tensor:
+    """The same numbers in the compute dtype."""
+    return x.to(compute_dtype(x))
 
 
 def identity(stream: Stream, heads: int) -> Tensor:

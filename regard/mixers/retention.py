@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from regard.gates import fixed_slopes, retention_slopes
+from regard.decays import fixed_slopes, retention_slopes
 from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity, widened
 from regard.positions import Rotary
 from regard.sites import plain_tensors
 from regard.transitions import Decay
@@ -103,7 +103,7 @@ class Retention(RecurrentLayer):
 
     def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x = stream.x
-        q, k = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj))
+        q, k = (split_heads(widened(proj(x)), self.heads) for proj in (self.q_proj, self.k_proj))
         if self.rotary is not None:
             q, k = self.rotary(q, stream.positions), self.rotary(k, stream.positions)
         decay = Decay(-torch.tensor(self.slopes, dtype=compute_dtype(x), device=x.device))

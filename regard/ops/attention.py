@@ -16,7 +16,7 @@ from regard.backends.call import pattern_of, sink_share
 from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
 from regard.masks import Mask, as_mask, split_packing
-from regard.masks.checks import describe, is_dense, is_number_type, real
+from regard.masks.checks import SMALLEST, describe, is_dense, is_number_type, real
 from regard.ops.checks import scale_of
 from regard.sites import Frame
 
@@ -52,8 +52,8 @@ def attention(
         mask: a `regard.masks` object, or a bool tensor ``(Tq, Tk)`` or one that broadcasts to ``(B, Hq, Tq, Tk)``;
             True = may attend.
         bias: a `regard.biases` object, or a float tensor of such a shape; -inf masks.
-        scale: factor on ``Q K^T``; ``Dk ** -0.5`` by default.
-        softcap: bound on the scores, > 0; None or inf for none.
+        scale: factor on ``Q K^T`` that the compute dtype holds; ``Dk ** -0.5`` by default.
+        softcap: bound on the scores, > 0, at least the compute dtype's smallest normal number; None or inf for none.
         sink: a logit per query head ``(Hq,)`` that takes its share of the softmax and gives nothing.
         dropout_p: the share of weights dropped, in [0, 1]; 0 draws no random number.
         q_start: the key slot at which query 0 stands, an int or ``(B,)``; ``Tk - Tq`` by default: the queries are the
@@ -226,8 +226,8 @@ def _call(
         v,
         mask,
         bias,
-        scale_of(scale, width),
-        _softcap(softcap),
+        scale_of(scale, width, q.dtype),
+        _softcap(softcap, q.dtype),
         _sink(sink, q_heads),
         p,
         frame,
@@ -243,12 +243,15 @@ def _refuse_operand(name: str, x: Any) -> None:
     raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
     if softcap is None or softcap == math.inf:
         return None
     softcap = real("softcap", softcap, "a number or None")
     if not softcap > 0:
         raise ValueError(f"softcap: expected a number > 0 (None or inf for none), got {softcap}")
+    least = torch.finfo(torch.float64).tiny if dtype == torch.float64 else SMALLEST
+    if softcap < least:  # scores are divided by it
+        raise ValueError(f"softcap: expected a number of at least {least:.3g}, got {softcap}")
     return softcap if softcap < LOOSEST else None
 
 

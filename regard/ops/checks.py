@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.masks.checks import describe, is_dense, is_number_type, real
+from regard.masks.checks import HUGE, describe, is_dense, is_number_type, real
 
 __all__ = [
     "autocasting",
@@ -76,7 +76,7 @@ def check_state(state: Any, shape: Sequence[int], like: Tensor) -> None:
         check_shape("state", state, shape)
 
 
-def scale_of(scale: float | None, width: int) -> float:
+def scale_of(scale: float | None, width: int, dtype: torch.dtype) -> float:
     """The factor on ``q . k``: ``width ** -0.5`` by default."""
     if scale is None:
         width = int(width) if isinstance(width, Tensor) else width  # torch.jit.trace gives sizes as tensors
@@ -84,6 +84,8 @@ def scale_of(scale: float | None, width: int) -> float:
     scale = real("scale", scale, "a number or None")
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
+    if dtype != torch.float64 and abs(scale) > HUGE:
+        raise ValueError(f"scale: expected a number within {HUGE:.3g}, where the scores are float32, got {scale}")
     return scale
 
 

@@ -79,7 +79,7 @@ def recurrence(
     check_state(state, (batch if lengths is None else len(lengths), heads, *sizes), q)
     if chunk_size is not None:
         whole("chunk_size", chunk_size, 1)
-    factor = scale_of(scale, sizes[0])
+    factor = scale_of(scale, sizes[0], q.dtype)
     q, k, v = lowered(q, k, v)
     beta, decay = transition.beta, transition.log_decay
     call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, into)

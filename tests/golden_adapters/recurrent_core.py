@@ -11,7 +11,7 @@ from torch import Tensor
 
 import regard
 from golden_adapters.case import Case, Paths, Peer
-from regard.gates import retention_slopes
+from regard.decays import retention_slopes
 from regard.mixers.parts import l2_normalized
 
 CHUNK = 16  # for the chunked form of a case that does not say its chunk; it changes no result

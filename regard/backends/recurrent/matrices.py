@@ -7,8 +7,8 @@ With G the running sum of log-decays inside a chunk, ``D_ij = exp(G_i - G_j)`` f
 
 (V' = v without a delta correction.) Exponents are differences, formed in float64 and never positive. A decay per
 channel enters the products of queries with keys: there each pair of neighbouring spans of 1, 2, 4, … tokens is one
-product, with the later span's first token as the reference, so both factors are at most 1. A hard reset (-inf, or the
-start of a segment) is counted beside G: pairs with a reset between them have the weight 0.
+product, with the later span's first token as the reference, so both factors are at most 1. A hard reset (the start of a
+segment, or a log-decay whose exponential is 0) is counted beside G: pairs with a reset between them have the weight 0.
 
 Chunks are unrolled in a compiled graph, which is therefore made anew for another length. A graph exported with a free
 length takes all tokens as one chunk, with the memory of T^2 pairs (times Dk, with a decay per channel).
@@ -31,6 +31,7 @@ from regard.sites import can_read
 __all__ = ["chunked_recurrence"]
 
 CHUNK = 32  # tokens; a power of two
+FORGOTTEN = {torch.float32: -104.0, torch.float64: -746.0}  # exp of less is 0; in a sum it would swallow what follows
 
 
 def chunked_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
@@ -105,13 +106,14 @@ def _decays(call: RecurrenceCall, chunks: Any, group: int, dtype: torch.dtype) -
         log_decay = torch.zeros_like(starts, dtype=dtype)
     if log_decay is None:
         return _Decays(None, None, dtype)
+    log_decay = log_decay.double()  # first: the gradient of what is expanded adds up in it
     if log_decay.ndim == 1:
         log_decay = log_decay[None, :, None]
         log_decay = log_decay + log_decay.new_zeros(call.sizes[3] if starts is None else starts.shape)
-    resets = log_decay == -torch.inf
+    resets = log_decay < FORGOTTEN[dtype]
     if starts is not None:
         resets = resets | (starts if log_decay.ndim == 3 else starts[..., None])
-    log_decay = torch.where(resets, 0.0, log_decay.double())
+    log_decay = torch.where(resets, 0.0, log_decay)
     heads = group if log_decay.shape[1] > 1 or group == 1 else 1
     sums, counts = chunks(log_decay, heads), None
     if can_read(resets) and not bool(resets.any()):

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from regard.gates import lightning_slopes
+from regard.decays import lightning_slopes
 from regard.masks import Causal, Mask, Window
 from regard.mixers.parts import RMSNorm, Scores
 from regard.models.blocks import ScaledResidual

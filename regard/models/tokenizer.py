@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from regard.errors import CheckpointError
-from regard.models.files import check_readable
+from regard.models.added_tokens import ABOUT, ADDED, NAMES, SPECIAL, Places, add_tokens
+from regard.models.files import check_readable, is_file
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["EXTRAS", "TextStream", "Tokenizer", "read_end_ids", "read_tokenizer"]
+
+GENERATION = "generation_config.json"
+EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
+"""The small files of a folder that are read beside ``config.json``, and written back."""
 
 _SPECIAL = 3  # the token_type by which GGUF marks control tokens
 
@@ -17,21 +23,41 @@ _SPECIAL = 3  # the token_type by which GGUF marks control tokens
 class Tokenizer:
     """A checkpoint's tokenizer.
 
+    Whole texts are encoded, always in the same way: cuts to a length, padding, and the random leaving out of merges,
+    which a tokenizer's file may ask for, are switched off. (:meth:`to_json` writes them back.)
+
     Args:
-        backend: a ``tokenizers.Tokenizer``.
+        backend: a ``tokenizers.Tokenizer``; where it asks for such a thing, a copy of it is used.
         bos_id: the token that begins a text, or ``None``.
+        eos_id: the token that ends a text, or ``None``.
     """
 
-    def __init__(self, backend: Any, bos_id: int | None = None) -> None:
+    def __init__(self, backend: Any, bos_id: int | None = None, eos_id: int | None = None) -> None:
+        self._asides = {"truncation": backend.truncation, "padding": backend.padding, "sampling": _sampling(backend)}
+        if any(self._asides.values()):
+            backend = _copy(backend)
+            backend.no_truncation()
+            backend.no_padding()
+            for name in self._asides["sampling"]:
+                setattr(backend.model, name, None)
         self.backend = backend
         self.bos_id = bos_id
+        self.eos_id = eos_id
 
     @classmethod
-    def from_file(cls, path: Path, about: Mapping[str, Any]) -> Tokenizer:
-        """From ``tokenizer.json``; ``about`` is what ``tokenizer_config.json`` says.
+    def from_file(
+        cls, path: Path, about: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Tokenizer:
+        """From ``tokenizer.json`` and what the folder's other files state of added and special tokens.
+
+        What stands round every text is the post-processor of ``tokenizer.json`` alone, as in transformers.
+
+        Args:
+            about: the content of ``tokenizer_config.json``.
+            others: that of ``special_tokens_map.json`` and ``added_tokens.json``, by name.
 
         Raises:
-            CheckpointError: for a file that cannot be read.
+            CheckpointError: for a file that cannot be read, and for tokens or ids that contradict each other.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -40,9 +66,18 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as e:  # the package raises bare Exception
             raise CheckpointError(f"{path}: not a readable tokenizer ({e})") from None
-        bos = about.get("bos_token")
-        bos = bos.get("content") if isinstance(bos, dict) else bos
-        return cls(backend, backend.token_to_id(bos) if isinstance(bos, str) else None)
+        _check_own_ids(path, backend)
+        places = Places(str(path.parent), {**(others or {}), ABOUT: about})
+        add_tokens(backend, places)
+        split = about.get("split_special_tokens", False)
+        if not isinstance(split, bool):
+            raise CheckpointError(
+                f"{path.parent / ABOUT}: split_special_tokens={split!r}; accepted: true or false, whether special "
+                "tokens in a text are read as any other text"
+            )
+        backend.encode_special_tokens = split
+        ids = (backend.token_to_id(places.named[n].content) if n in places.named else None for n in NAMES[:2])
+        return cls(backend, *ids)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer | str:
@@ -99,8 +134,39 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The content of ``tokenizer.json``."""
-        text: str = self.backend.to_str(pretty=True)
+        backend = self.backend
+        if any(self._asides.values()):
+            backend = _copy(backend)
+            if self._asides["truncation"]:
+                backend.enable_truncation(**self._asides["truncation"])
+            if self._asides["padding"]:
+                backend.enable_padding(**self._asides["padding"])
+            for name, value in self._asides["sampling"].items():
+                setattr(backend.model, name, value)
+        text: str = backend.to_str(pretty=True)
         return text
+
+
+def _sampling(backend: Any) -> dict[str, Any]:
+    """What makes a tokenizer's model draw one of several encodings of a text, as in training."""
+    return {name: v for name in ("dropout", "alpha", "nbest_size") if (v := getattr(backend.model, name, None))}
+
+
+def _copy(backend: Any) -> Any:
+    split = backend.encode_special_tokens  # no part of the file
+    copied = type(backend).from_str(backend.to_str())
+    copied.encode_special_tokens = split
+    return copied
+
+
+def _check_own_ids(path: Path, backend: Any) -> None:
+    """Raises where an added token of ``tokenizer.json`` has not got the id that stands there."""
+    for entry in json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []:
+        got = backend.token_to_id(entry["content"])
+        if got != entry["id"]:
+            raise CheckpointError(
+                f"{path}: added_tokens gives {entry['content']!r} the id {entry['id']}; by its vocabulary it is {got}"
+            )
 
 
 class TextStream:
@@ -133,3 +199,40 @@ class TextStream:
     def _window(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
         return decode(self._ids[self._start : self._shown]), decode(self._ids[self._start :])
+
+
+def read_tokenizer(folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Tokenizer | str:
+    """The tokenizer of a folder, or as text why it has none; ``extras`` are the files of :data:`EXTRAS`, by name.
+
+    Raises:
+        CheckpointError: as :meth:`Tokenizer.from_file`.
+    """
+    path = folder / "tokenizer.json"
+    if not is_file(path):
+        return "the folder has no tokenizer.json"
+    tokenizer = Tokenizer.from_file(path, extras.get(ABOUT, {}), extras)
+    if tokenizer.bos_id is None:
+        tokenizer.bos_id = next(iter(_ids("bos_token_id", folder, config, extras)), None)
+    return tokenizer
+
+
+def read_end_ids(
+    folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any], tokenizer: Tokenizer | str
+) -> tuple[int, ...]:
+    """The ids of ``generation_config.json``, else of ``config.json``, and the one that the tokenizer ends a text with.
+
+    Raises:
+        CheckpointError: for what is no token id.
+    """
+    ids = _ids("eos_token_id", folder, config, extras)
+    if isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is not None:
+        ids.append(tokenizer.eos_id)
+    return tuple(dict.fromkeys(ids))
+
+
+def _ids(name: str, folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> list[int]:
+    value = extras.get(GENERATION, {}).get(name, config.get(name))
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{folder}: {name}={value!r}; accepted: a token id, a list of them, or null")
+    return [i for i in ids if i >= 0]

@@ -10,14 +10,13 @@ from typing import Any
 from regard.errors import CheckpointError
 from regard.models.added_tokens import ABOUT, ADDED, NAMES, SPECIAL, Places, add_tokens
 from regard.models.files import check_readable, is_file
+from regard.models.gguf_tokens import backend_of
 
 __all__ = ["EXTRAS", "TextStream", "Tokenizer", "read_end_ids", "read_tokenizer"]
 
 GENERATION = "generation_config.json"
 EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
 """The small files of a folder that are read beside ``config.json``, and written back."""
-
-_SPECIAL = 3  # the token_type by which GGUF marks control tokens
 
 
 class Tokenizer:
@@ -82,41 +81,10 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer | str:
         """From a GGUF file's metadata; where it is of a kind not known here, the reason as text."""
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-        from tokenizers import Tokenizer as Backend
-
-        kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-        tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-        if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
-            accepted = "'gpt2' (byte-level BPE) with tokens and merges"
-            return f"the file's tokenizer is of the kind {kind!r}; accepted: {accepted}"
-        bytes_first = pre_tokenizers.ByteLevel(
-            add_prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
-        )
-        splits = {"gpt-2": bytes_first, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), bytes_first])}
-        if split not in splits:
-            return f"the file splits words by {split!r}; accepted: {', '.join(sorted(splits))}"
-        pairs = [tuple(m.split(" ", 1)) for m in merges]
-        vocab = {token: i for i, token in enumerate(tokens)}
-        if len(vocab) != len(tokens) or any(len(p) != 2 for p in pairs):
-            return "the file's tokens repeat, or its merges are not pairs"
-        backend = Backend(models.BPE(vocab, pairs))
-        backend.pre_tokenizer = splits[split]
-        backend.decoder = decoders.ByteLevel()
-        types = metadata.get("tokenizer.ggml.token_type", [])
-        backend.add_special_tokens(
-            [
-                AddedToken(t, special=True, normalized=False)
-                for t, n in zip(tokens, types, strict=False)
-                if n == _SPECIAL
-            ]
-        )
-        bos = metadata.get("tokenizer.ggml.bos_token_id")
-        if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", False):
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-            )
-        return cls(backend, bos)
+        backend = backend_of(metadata)
+        if isinstance(backend, str):
+            return backend
+        return cls(backend, *(metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts round every text."""

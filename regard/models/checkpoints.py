@@ -36,8 +36,9 @@ def load(
     """Loads a model from a Hugging Face folder or a ``.gguf`` file, in evaluation mode.
 
     A folder holds ``config.json``, ``model.safetensors`` (or shards and their index) and, where it has one,
-    ``tokenizer.json``. Files that run code when read (pickles) are never opened. Nothing is passed over: an option or a
-    tensor that the family's layout does not know is an error, unless the layout lists it with a reason.
+    ``tokenizer.json``. Of a model that is split over GGUF files any of them may be given. Files that run code when read
+    (pickles) are never opened. Nothing is passed over: an option or a tensor that the family's layout does not know is
+    an error, unless the layout lists it with a reason.
 
     Args:
         dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF). The few that a family keeps

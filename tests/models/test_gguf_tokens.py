@@ -122,7 +122,7 @@ def test_a_model_whose_tokenizer_is_refused_says_so(opened):
     more = {k.removeprefix(OWN): v for k, v in bpe(add_sep_token=True).items()}
     model = opened(**more)
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 97)
-    with pytest.raises(ValueError, match="no tokenizer: .*add_sep_token=True; accepted: false"):
+    with pytest.raises(ValueError, match=r"no tokenizer: .*add_sep_token=True; accepted: false"):
         model.tokenizer  # noqa: B018
 
 

@@ -78,10 +78,11 @@ class _Memo:
         return _Memo, ()
 
 
-def _plain_eager(positions: Tensor) -> bool:
+def plain_eager(positions: Tensor) -> bool:
     """Whether a tensor holds plain values now: not traced, not batched by vmap, not wrapped, not differentiated."""
     return (
         not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
         and type(positions) is Tensor
         and not positions.requires_grad
         and not torch._C._are_functorch_transforms_active()
@@ -152,7 +153,7 @@ class Rotary:
 
     def _both(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin) of both channels of each half-split pair, (T, dim) or (B, 1, T, dim); the first sin is negated."""
-        plain = _plain_eager(positions)
+        plain = plain_eager(positions)
         last = self._memo.last
         if plain and last is not None and last.answer(positions, dtype):
             return last.cos, last.sin
@@ -302,7 +303,7 @@ class LearnedPositions(nn.Module):
         """Look positions (B, T) or (T,) up."""
         if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
             raise TypeError(f"positions must be integers, got {positions.dtype}")
-        if positions.numel() and positions.device.type == "cpu" and _plain_eager(positions):
+        if positions.numel() and positions.device.type == "cpu" and plain_eager(positions):
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high >= self.weight.shape[0]:
                 raise ValueError(f"positions must lie in [0, {self.weight.shape[0]}), got {low} to {high}")

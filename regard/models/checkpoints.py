@@ -18,7 +18,7 @@ from regard.models.files import SafetensorsSource, Source, is_file, is_folder, r
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
 from regard.models.tables import Derived, Row, part_of, parts_of, whole_name
-from regard.models.tokenizer import Tokenizer
+from regard.models.tokenizer import EXTRAS, Tokenizer, read_end_ids, read_tokenizer
 
 __all__ = ["load", "save"]
 
@@ -36,8 +36,9 @@ def load(
     """Loads a model from a Hugging Face folder or a ``.gguf`` file, in evaluation mode.
 
     A folder holds ``config.json``, ``model.safetensors`` (or shards and their index) and, where it has one,
-    ``tokenizer.json``. Files that run code when read (pickles) are never opened. Nothing is passed over: an option or a
-    tensor that the family's layout does not know is an error, unless the layout lists it with a reason.
+    ``tokenizer.json``. Of a model that is split over GGUF files any of them may be given. Files that run code when read
+    (pickles) are never opened. Nothing is passed over: an option or a tensor that the family's layout does not know is
+    an error, unless the layout lists it with a reason.
 
     Args:
         dtype: of the parameters; ``None`` for what the checkpoint says (float32 for GGUF). The few that a family keeps
@@ -93,29 +94,17 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, 
     config = read_json(folder / "config.json")
     layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
-    extras = {
-        n: read_json(folder / n) for n in ("generation_config.json", "tokenizer_config.json") if is_file(folder / n)
-    }
-    tokenizer_file = folder / "tokenizer.json"
+    extras = {n: read_json(folder / n) for n in EXTRAS if is_file(folder / n)}
+    tokenizer = read_tokenizer(folder, config, extras)
     origin = Origin(
         layout=layout,
         config=config,
-        tokenizer=Tokenizer.from_file(tokenizer_file, extras.get("tokenizer_config.json", {}))
-        if is_file(tokenizer_file)
-        else "the folder has no tokenizer.json",
-        end_ids=_end_ids(config, extras.get("generation_config.json", {}), str(folder)),
+        tokenizer=tokenizer,
+        end_ids=read_end_ids(folder, config, extras, tokenizer),
         extras=extras,
     )
     plan = layout.read(config, str(folder / "config.json"), source.has, source.shapes())
     return _fill(plan, origin, source, dtype or _stated_dtype(config, source), device, progress)
-
-
-def _end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    value = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{where}: eos_token_id={value!r}; accepted: a token id, a list of them, or null")
-    return tuple(i for i in ids if i >= 0)
 
 
 def _stated_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:

@@ -149,8 +149,9 @@ def generate(
 
     Raises:
         ValueError, TypeError: for an empty prompt where the tokenizer has no token that begins a text, for texts or
-        ``stop``
-            without a tokenizer, for no prompts, and for an argument of another kind or out of its range.
+            ``stop`` without a tokenizer, for no prompts, and for an argument of another kind or out of its range.
+        ValueError: where a row's logits hold NaN or infinity, or are -infinity for every token; it names the row and
+            the step, 0 being the one that reads the prompts.
 
     >>> from regard.models import load
     >>> model = load("tests/checkpoints/llama")
@@ -250,9 +251,11 @@ class _Run:
         stops = items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "texts that are not empty")
         if any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop={self.stop!r}; accepted: texts that are not empty")
-        accepted = "token ids, or None for the checkpoint's"
+        last = self.model.embedding.tokens.weight.shape[0] - 1
+        accepted = f"token ids of 0 to {last}, or None for the checkpoint's"
         ids = self.model.end_ids if self.end_ids is None else items("end_ids", self.end_ids, accepted)
-        if isinstance(self.end_ids, (str, bytes)) or not all(map(is_id, ids)):
+        known = self.end_ids is None or all(is_id(i) and 0 <= i <= last for i in ids)
+        if isinstance(self.end_ids, (str, bytes)) or not known:
             raise ValueError(f"end_ids={self.end_ids!r}; accepted: {accepted}")
         ends = _Ends(frozenset(ids), stops)
         origin = self.model.origin
@@ -281,7 +284,11 @@ class _Run:
             start = time.perf_counter()
             with torch.no_grad():
                 logits = self.model(ids, keep=keep, cache=cache, last_only=True)
-                ids = choose(logits[:, -1])[:, None]
+                logits = logits[:, -1]
+                ended = [row.finish is not None for row in self.rows]
+                if any(ended):  # nobody looks at what such a row would say
+                    logits = logits.masked_fill(torch.tensor(ended, device=device)[:, None], 0.0)
+                ids = choose(logits, step)[:, None]
             keep = None
             tokens = ids[:, 0].tolist()
             took = time.perf_counter() - start

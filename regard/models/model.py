@@ -55,7 +55,8 @@ class Model(nn.Module):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, from ``generation_config.json`` or ``config.json``; may be empty."""
+        """The tokens that end a text: those of ``generation_config.json``, else of ``config.json``, and the tokenizer's
+        own; in a GGUF file those of its metadata. May be empty."""
         return () if self.origin is None else self.origin.end_ids
 
     def save(self, folder: str | Path) -> None:

@@ -67,8 +67,14 @@ class Chooser:
                 generator.manual_seed((how.seed * 1_000_003 + row) % 2**63)
             self._generators.append(generator)
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Token ids ``(B,)`` from logits ``(B, vocabulary)``."""
+    def __call__(self, logits: Tensor, step: int | None = None) -> Tensor:
+        """Token ids ``(B,)`` from logits ``(B, vocabulary)``; ``step`` is named by the error.
+
+        Raises:
+            ValueError: naming a row that holds NaN or infinity, or nothing but -infinity, which a token that cannot
+                come may have.
+        """
+        _check_logits(logits, step)
         if not self.how.temperature:
             return logits.argmax(-1)
         logits = logits.double()
@@ -89,3 +95,16 @@ class Chooser:
         # rounding may aim past the last token that has a probability
         last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return order.gather(-1, torch.minimum(place, last))[:, 0]
+
+
+def _check_logits(logits: Tensor, step: int | None) -> None:
+    top = logits.amax(-1)  # NaN where there is one, and -inf where there is nothing else
+    usable = top.isfinite()
+    if bool(usable.all()):
+        return
+    row = int((~usable).long().argmax())
+    came = f"{top[row].item()}" if top[row] != -torch.inf else "-inf for every token"
+    when = "" if step is None else f", step {step}"
+    raise ValueError(
+        f"logits: expected finite numbers, or -inf for tokens that cannot come, got {came} in row {row}{when}"
+    )

@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from regard.errors import CheckpointError
-from regard.models.files import check_readable
+from regard.models.added_tokens import ABOUT, ADDED, NAMES, SPECIAL, Places, add_tokens
+from regard.models.files import check_readable, is_file
+from regard.models.gguf_tokens import backend_of
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["EXTRAS", "TextStream", "Tokenizer", "read_end_ids", "read_tokenizer"]
 
-_SPECIAL = 3  # the token_type by which GGUF marks control tokens
+GENERATION = "generation_config.json"
+EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
+"""The small files of a folder that are read beside ``config.json``, and written back."""
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
+    Whole texts are encoded, always in the same way: cuts to a length, padding, and the random leaving out of merges,
+    which a tokenizer's file may ask for, are switched off. (:meth:`to_json` writes them back.)
+
     Args:
-        backend: a ``tokenizers.Tokenizer``.
+        backend: a ``tokenizers.Tokenizer``; where it asks for such a thing, a copy of it is used.
         bos_id: the token that begins a text, or ``None``.
+        eos_id: the token that ends a text, or ``None``.
     """
 
-    def __init__(self, backend: Any, bos_id: int | None = None) -> None:
+    def __init__(self, backend: Any, bos_id: int | None = None, eos_id: int | None = None) -> None:
+        self._asides = {"truncation": backend.truncation, "padding": backend.padding, "sampling": _sampling(backend)}
+        if any(self._asides.values()):
+            backend = _copy(backend)
+            backend.no_truncation()
+            backend.no_padding()
+            for name in self._asides["sampling"]:
+                setattr(backend.model, name, None)
         self.backend = backend
         self.bos_id = bos_id
+        self.eos_id = eos_id
 
     @classmethod
-    def from_file(cls, path: Path, about: Mapping[str, Any]) -> Tokenizer:
-        """From ``tokenizer.json``; ``about`` is what ``tokenizer_config.json`` says.
+    def from_file(
+        cls, path: Path, about: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> Tokenizer:
+        """From ``tokenizer.json`` and what the folder's other files state of added and special tokens.
+
+        What stands round every text is the post-processor of ``tokenizer.json`` alone, as in transformers.
+
+        Args:
+            about: the content of ``tokenizer_config.json``.
+            others: that of ``special_tokens_map.json`` and ``added_tokens.json``, by name.
 
         Raises:
-            CheckpointError: for a file that cannot be read.
+            CheckpointError: for a file that cannot be read, and for tokens or ids that contradict each other.
         """
         from tokenizers import Tokenizer as Backend
 
@@ -40,48 +65,26 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as e:  # the package raises bare Exception
             raise CheckpointError(f"{path}: not a readable tokenizer ({e})") from None
-        bos = about.get("bos_token")
-        bos = bos.get("content") if isinstance(bos, dict) else bos
-        return cls(backend, backend.token_to_id(bos) if isinstance(bos, str) else None)
+        _check_own_ids(path, backend)
+        places = Places(str(path.parent), {**(others or {}), ABOUT: about})
+        add_tokens(backend, places)
+        split = about.get("split_special_tokens", False)
+        if not isinstance(split, bool):
+            raise CheckpointError(
+                f"{path.parent / ABOUT}: split_special_tokens={split!r}; accepted: true or false, whether special "
+                "tokens in a text are read as any other text"
+            )
+        backend.encode_special_tokens = split
+        ids = (backend.token_to_id(places.named[n].content) if n in places.named else None for n in NAMES[:2])
+        return cls(backend, *ids)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer | str:
         """From a GGUF file's metadata; where it is of a kind not known here, the reason as text."""
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-        from tokenizers import Tokenizer as Backend
-
-        kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-        tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-        if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
-            accepted = "'gpt2' (byte-level BPE) with tokens and merges"
-            return f"the file's tokenizer is of the kind {kind!r}; accepted: {accepted}"
-        bytes_first = pre_tokenizers.ByteLevel(
-            add_prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
-        )
-        splits = {"gpt-2": bytes_first, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), bytes_first])}
-        if split not in splits:
-            return f"the file splits words by {split!r}; accepted: {', '.join(sorted(splits))}"
-        pairs = [tuple(m.split(" ", 1)) for m in merges]
-        vocab = {token: i for i, token in enumerate(tokens)}
-        if len(vocab) != len(tokens) or any(len(p) != 2 for p in pairs):
-            return "the file's tokens repeat, or its merges are not pairs"
-        backend = Backend(models.BPE(vocab, pairs))
-        backend.pre_tokenizer = splits[split]
-        backend.decoder = decoders.ByteLevel()
-        types = metadata.get("tokenizer.ggml.token_type", [])
-        backend.add_special_tokens(
-            [
-                AddedToken(t, special=True, normalized=False)
-                for t, n in zip(tokens, types, strict=False)
-                if n == _SPECIAL
-            ]
-        )
-        bos = metadata.get("tokenizer.ggml.bos_token_id")
-        if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", False):
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-            )
-        return cls(backend, bos)
+        backend = backend_of(metadata)
+        if isinstance(backend, str):
+            return backend
+        return cls(backend, *(metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts round every text."""
@@ -99,8 +102,39 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """The content of ``tokenizer.json``."""
-        text: str = self.backend.to_str(pretty=True)
+        backend = self.backend
+        if any(self._asides.values()):
+            backend = _copy(backend)
+            if self._asides["truncation"]:
+                backend.enable_truncation(**self._asides["truncation"])
+            if self._asides["padding"]:
+                backend.enable_padding(**self._asides["padding"])
+            for name, value in self._asides["sampling"].items():
+                setattr(backend.model, name, value)
+        text: str = backend.to_str(pretty=True)
         return text
+
+
+def _sampling(backend: Any) -> dict[str, Any]:
+    """What makes a tokenizer's model draw one of several encodings of a text, as in training."""
+    return {name: v for name in ("dropout", "alpha", "nbest_size") if (v := getattr(backend.model, name, None))}
+
+
+def _copy(backend: Any) -> Any:
+    split = backend.encode_special_tokens  # no part of the file
+    copied = type(backend).from_str(backend.to_str())
+    copied.encode_special_tokens = split
+    return copied
+
+
+def _check_own_ids(path: Path, backend: Any) -> None:
+    """Raises where an added token of ``tokenizer.json`` has not got the id that stands there."""
+    for entry in json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []:
+        got = backend.token_to_id(entry["content"])
+        if got != entry["id"]:
+            raise CheckpointError(
+                f"{path}: added_tokens gives {entry['content']!r} the id {entry['id']}; by its vocabulary it is {got}"
+            )
 
 
 class TextStream:
@@ -133,3 +167,40 @@ class TextStream:
     def _window(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
         return decode(self._ids[self._start : self._shown]), decode(self._ids[self._start :])
+
+
+def read_tokenizer(folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Tokenizer | str:
+    """The tokenizer of a folder, or as text why it has none; ``extras`` are the files of :data:`EXTRAS`, by name.
+
+    Raises:
+        CheckpointError: as :meth:`Tokenizer.from_file`.
+    """
+    path = folder / "tokenizer.json"
+    if not is_file(path):
+        return "the folder has no tokenizer.json"
+    tokenizer = Tokenizer.from_file(path, extras.get(ABOUT, {}), extras)
+    if tokenizer.bos_id is None:
+        tokenizer.bos_id = next(iter(_ids("bos_token_id", folder, config, extras)), None)
+    return tokenizer
+
+
+def read_end_ids(
+    folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any], tokenizer: Tokenizer | str
+) -> tuple[int, ...]:
+    """The ids of ``generation_config.json``, else of ``config.json``, and the one that the tokenizer ends a text with.
+
+    Raises:
+        CheckpointError: for what is no token id.
+    """
+    ids = _ids("eos_token_id", folder, config, extras)
+    if isinstance(tokenizer, Tokenizer) and tokenizer.eos_id is not None:
+        ids.append(tokenizer.eos_id)
+    return tuple(dict.fromkeys(ids))
+
+
+def _ids(name: str, folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> list[int]:
+    value = extras.get(GENERATION, {}).get(name, config.get(name))
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"{folder}: {name}={value!r}; accepted: a token id, a list of them, or null")
+    return [i for i in ids if i >= 0]

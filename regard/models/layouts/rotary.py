@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.errors import CheckpointError
 from regard.models.config import Config, naming
-from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling, plain_eager
 
 __all__ = ["RotaryWithinContext", "rotary_from_config"]
 
@@ -23,20 +23,44 @@ class RotaryWithinContext(Rotary):
     a sequence read in two calls would differ from the same sequence read in one; that is refused.
 
     Raises:
-        ValueError: for a position past ``max_positions`` (read in eager mode on a CPU).
+        ValueError: for a position past ``max_positions``, in compiled and exported programs too.
     """
 
     max_positions: int = 0
 
-    def angles(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        if positions.numel() and positions.device.type == "cpu" and not torch.compiler.is_compiling():
-            last = int(positions.max())
-            if last >= self.max_positions:
-                raise ValueError(
-                    f"position {last} lies past max_position_embeddings={self.max_positions}, where this checkpoint's "
-                    "dynamic rotary scaling depends on how a text is split into calls; accepted: shorter texts"
-                )
-        return super().angles(positions, dtype)
+    def _form(self, positions: Tensor, dtype: torch.dtype, frequencies: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if positions.numel():
+            if plain_eager(positions):
+                _refuse_past(positions, self.max_positions)
+            else:  # whoever records the call keeps the check with it
+                positions = positions + _none_past(positions.detach(), self.max_positions)
+        return super()._form(positions, dtype, frequencies)
+
+
+def _refuse_past(positions: Tensor, stop: int) -> None:
+    last = float(positions.max())
+    if last > stop - 1:
+        raise ValueError(
+            f"position {last:g} lies past max_position_embeddings={stop}, where this checkpoint's dynamic rotary "
+            "scaling depends on how a text is split into calls; accepted: shorter texts"
+        )
+
+
+@torch.library.custom_op("regard::none_past", mutates_args=())
+def _none_past(positions: Tensor, stop: int) -> Tensor:
+    """Zeros, to be added to the positions, once each is known to lie below ``stop``."""
+    _refuse_past(positions, stop)
+    return torch.zeros_like(positions)
+
+
+@_none_past.register_fake
+def _(positions: Tensor, stop: int) -> Tensor:
+    return torch.empty_like(positions)
+
+
+@_none_past.register_vmap
+def _(info: object, in_dims: tuple[int | None, None], positions: Tensor, stop: int) -> tuple[Tensor, int | None]:
+    return _none_past(positions, stop), in_dims[0]
 
 
 def rotary_from_config(

@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.Module):
         out = attention(q, held.k, held.v, dropout_p=self.scores.dropout if self.training else 0.0, **options)
         y = self._write(x, out)
         if cache is not None and (context is not None or cache.context):
-            cache.commit_context(*held.fresh, asked=x.shape[1])
+            cache.commit_context(x.shape[1], *held.fresh)
         elif cache is not None:
             cache.commit(*held.fresh)
         return y
@@ -210,9 +210,7 @@ class MultiHeadAttention(nn.Module):
                     "keep: it describes the context's tokens, and the context was written by an earlier call"
                 )
             none = q.new_zeros(x.shape[0], self.kv_heads, 0, self.head_dim)
-            return dataclasses.replace(
-                cache.extend(none, none, cache.place(x.shape[0], 0, x.device)), segments=None
-            )
+            return dataclasses.replace(cache.extend(none, none, cache.place(x.shape[0], 0, x.device)), segments=None)
         if cache is not None and (cache.context or cache.length):
             raise ValueError(
                 "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"

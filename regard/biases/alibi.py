@@ -47,7 +47,9 @@ def alibi_slopes(heads: int, order: str = "bloom", max_bias: float = 8.0) -> Ten
         slopes = series(below) + series(2 * below)[0::2][: heads - below]
     else:
         slopes = (series(2 * below)[1::2] + series(2 * below)[0::2])[:heads]
-    return torch.tensor(slopes, dtype=torch.float64)
+    # constants, though layers be built on the meta device
+    place = "cpu" if torch.get_default_device().type == "meta" else None
+    return torch.tensor(slopes, dtype=torch.float64, device=place)
 
 
 @dataclass(frozen=True, eq=False)

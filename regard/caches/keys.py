@@ -1,4 +1,4 @@
-"""Caches of keys and values: all of up to `capacity` tokens, or the latest ones in a ring; either may hold a context."""
+"""Caches of keys and values: of up to `capacity` tokens, or of the latest ones in a ring; either may hold a context."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _KeysAndValues(Cache):
         self.log.write(self.length, placed, k.shape[2])
         self.length += k.shape[2]
 
-    def commit_context(self, k: Tensor, v: Tensor, placed: Placed, asked: int) -> None:
+    def commit_context(self, asked: int, k: Tensor, v: Tensor, placed: Placed) -> None:
         """As `commit`, of a context's keys and values (none once they are here), which `asked` query tokens read."""
         if not self.context:
             self._keep_whole(k.shape[2])

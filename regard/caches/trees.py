@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.serialization import add_safe_globals
 from torch.utils import _pytree
 from torch.utils._pytree import GetAttrKey
 
@@ -23,7 +24,10 @@ __all__ = ["register"]
 
 def register(cls: type[Cache]) -> None:
     """Make a class of caches known to torch as a pytree."""
-    room = "regard.caches" if cls.__module__.startswith("regard.caches.") else cls.__module__
+    own = cls.__module__.startswith("regard.caches.")
+    if own:  # plain data, which torch.load reads back with weights_only, and so torch.export.load
+        add_safe_globals([cls])
+    room = "regard.caches" if own else cls.__module__
     _pytree.register_pytree_node(
         cls,
         _flatten,
@@ -77,6 +81,7 @@ def _unflatten_log(children: Any, size: int) -> TokenLog:
     return log
 
 
+add_safe_globals([TokenLog])
 _pytree.register_pytree_node(
     TokenLog,
     _flatten_log,

@@ -61,7 +61,7 @@ def floating(*modules: nn.Module) -> Tensor:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling `module` does what `kind` does with its parameters and no more, so that these may be read instead.
+    """Whether a call of `module` does what `kind` does with its parameters and no more: these may be read instead.
 
     Not so with a wrapper, an adapter, a quantised form, a hook (a module's own or one on all modules), and weights that
     are a tensor subclass of parts. Parametrised weights are read as they are meant.

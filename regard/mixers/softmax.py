@@ -114,8 +114,7 @@ class MultiHeadAttention(nn.Module):
         )
         y = self._write(x, self._mix(q, held, options))
         if cache is not None and (context is not None or cache.context):
-            k, v, placed = held.fresh
-            cache.commit_context(k, v, placed, asked=x.shape[1])
+            cache.commit_context(x.shape[1], *held.fresh)
         elif cache is not None:
             cache.commit(*held.fresh)
         return y

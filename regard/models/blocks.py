@@ -222,13 +222,8 @@ class Embedding(nn.Module):
         try:
             x: Tensor = self.tokens(ids)
         except (IndexError, RuntimeError):  # a quantised table raises the latter
-            rows = getattr(self.tokens, "num_embeddings", None)
-            if rows is None or not has_values(ids) or not ids.numel():
-                raise
-            low, high = int(ids.min()), int(ids.max())
-            if low >= 0 and high < rows:
-                raise
-            raise ValueError(f"ids lie between {low} and {high}; accepted: 0 to {rows - 1}, the vocabulary") from None
+            self._check(ids)
+            raise
         if self.scale is not None:
             x = x * torch.tensor(self.scale, dtype=torch.float64).to(x.dtype)
         if self.types is not None:
@@ -240,6 +235,14 @@ class Embedding(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return F.dropout(x, self.dropout, self.training) if self.dropout and self.training else x
+
+    def _check(self, ids: Tensor) -> None:
+        rows = getattr(self.tokens, "num_embeddings", None)
+        if rows is None or not has_values(ids) or not ids.numel():
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= rows:
+            raise ValueError(f"ids lie between {low} and {high}; accepted: 0 to {rows - 1}, the vocabulary") from None
 
 
 class Softcap(nn.Module):

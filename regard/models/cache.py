@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 from torch.utils import _pytree as pytree
 
 from regard.errors import CacheError
@@ -116,6 +117,7 @@ def _unflatten(children: Any, context: None) -> ModelCache:
     return ModelCache(layers)
 
 
+add_safe_globals([ModelCache])
 pytree.register_pytree_node(
     ModelCache,
     _flatten,

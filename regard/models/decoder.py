@@ -125,8 +125,8 @@ class Decoder(Model):
         tokens: nn.Module = self.embedding.tokens
         if type(tokens).forward is not nn.Embedding.forward or "forward" in tokens.__dict__:
             raise ValueError(
-                f"head: it is tied to embedding.tokens.weight, and embedding.tokens is a {type(tokens).__name__} that looks"
-                " up something else; expected an nn.Embedding there, or a head of its own"
+                f"head: it is tied to embedding.tokens.weight, and embedding.tokens is a {type(tokens).__name__} that"
+                " looks up something else; expected an nn.Embedding there, or a head of its own"
             )
         weight: Tensor = tokens.weight  # type: ignore[assignment]
         return weight

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from regard.mixers.base import floating
 from regard.models.decoder import Decoder
 from regard.models.prompts import Prompt, is_id, items, token_rows
 from regard.models.sampling import Sampling
@@ -275,7 +276,7 @@ class _Run:
                 module.training = training
 
     def _steps(self) -> Iterator[None]:
-        device = self.model.embedding.tokens.weight.device
+        device = floating(self.model).device
         ids, keep = _padded(self.prompts, device)
         cache = self.model.init_cache(len(self.prompts), ids.shape[1] + self.max_tokens - 1)
         choose = self.sampling.chooser(len(self.prompts))

@@ -211,3 +211,19 @@ def test_the_hooks_of_others_stay_in_place():
         layer(x[:, :1], cache=cache)
     gc.collect()
     assert cache.length == 11
+
+
+@pytest.mark.parametrize("kind", ["mha", "gated_deltanet"])
+@pytest.mark.parametrize("mode", ["reentrant", "hooks"])
+def test_compiled_calls(mode, kind):
+    layer, x, cache = filled(next(r for r in RECORDS if r.name == kind))
+    compiled = torch.compile(lambda x, cache: layer(x, cache=cache), backend="eager")
+    with pytest.raises(CacheError, match="checkpoint"):
+        checkpoint(lambda x: compiled(x, cache), x, **MODES[mode])
+    around = torch.compile(
+        lambda x: checkpoint(lambda x: layer(x, cache=cache), x, **MODES[mode]), backend="eager", fullgraph=True
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="side effect"):
+        around(x)
+    assert cache.length == 4
+    torch._dynamo.reset()

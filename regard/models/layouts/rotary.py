@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.errors import CheckpointError
 from regard.models.config import Config, naming
 from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling, plain_eager
+from regard.sites import plain_tensors
 
 __all__ = ["RotaryWithinContext", "rotary_from_config"]
 
@@ -143,7 +144,7 @@ def rotary_from_config(
 
 def _checked(rotary: Rotary, where: str) -> Rotary:
     """The rotary part, once it has shown that it can give frequencies."""
-    with naming(where):
+    with naming(where), plain_tensors():
         usable = bool(rotary.frequencies().isfinite().all()) and math.isfinite(rotary.attention_factor)
     if not usable:
         raise CheckpointError(f"{where}: these options give frequencies that are not finite; accepted: finite ones")

@@ -55,13 +55,11 @@ class _Angles:
     def answer(self, positions: Tensor, dtype: torch.dtype) -> bool:
         if dtype is not self.dtype:
             return False
-        if positions is self.positions and self.version is not None and positions._version == self.version:
-            return True
-        # Changed in place, or an equal tensor: on a CPU comparing the values is cheaper than forming the angles.
-        values = self.values
-        if values is None or positions.device != values.device or positions.dtype != values.dtype:
-            return False
-        return torch.equal(positions, values)
+        if self.values is None:  # comparing would wait for the device
+            return positions is self.positions and self.version is not None and positions._version == self.version
+        # Cheaper than forming the angles, and not every change in place counts up a tensor's version.
+        same_kind = positions.device == self.values.device and positions.dtype == self.values.dtype
+        return same_kind and torch.equal(positions, self.values)
 
 
 class _Memo:

@@ -35,8 +35,8 @@ class Record:
     off_kernels: str = ""  # why the CPU kernels do not run it, in a sentence; empty where they do
 
 
-def check_tokens(name: str, x: Tensor, dim: int, like: Tensor | None = None) -> None:
-    """Raise unless `x` is a floating tensor (B, T, dim), with the batch size of `like`."""
+def check_tokens(layer: nn.Module, name: str, x: Tensor, dim: int, like: Tensor | None = None) -> None:
+    """Raise unless `x` is a floating tensor (B, T, dim) that `layer` takes, with the batch size of `like`."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name}: expected a float tensor (B, T, {dim}), got {describe(x)}")
     is_dense(name, x)
@@ -45,6 +45,19 @@ def check_tokens(name: str, x: Tensor, dim: int, like: Tensor | None = None) -> 
         raise ValueError(f"{name}: expected (B, T, {dim}), got shape {tuple(x.shape)}")
     if like is not None and x.shape[0] != like.shape[0]:
         raise ValueError(f"{name}: expected {like.shape[0]} rows, as x has, got {x.shape[0]}")
+    if not torch.compiler.is_compiling():
+        _check_dtype(layer, name, x)
+
+
+def _check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
+    """Raise TypeError for tokens of a dtype that none of the layer's linear maps takes."""
+    first = next(layer.parameters(), None)
+    if first is None or first.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
+        return
+    own = {module.weight.dtype for module in layer.modules() if type(module) is nn.Linear}
+    if own and x.dtype not in own:
+        kinds = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own))
+        raise TypeError(f"{name}: expected {kinds}, as the layer's weights are, got {describe(x)}")
 
 
 def floating(*modules: nn.Module) -> Tensor:

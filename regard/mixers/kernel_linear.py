@@ -297,7 +297,7 @@ class LinearCrossAttention(_Kernel):
         cache: StateCache | None = None,
     ) -> tuple[Stream | None, Placed]:
         """The context's tokens, or None where the cache holds their sums."""
-        check_tokens("x", x, self.dim)
+        check_tokens(self, "x", x, self.dim)
         if mask is not None:
             raise ValueError(f"mask: expected None, the sums are over the whole context; got {describe(mask)}")
         if segments is not None:
@@ -311,7 +311,7 @@ class LinearCrossAttention(_Kernel):
             return None, cache.place(x.shape[0], 0, x.device)
         if cache is not None and cache.context:
             raise ValueError("context: the cache holds one already; later calls pass context=None, or reset it first")
-        check_tokens("context", context, self.context_dim, x)
+        check_tokens(self, "context", context, self.context_dim, x)
         sizes = (context.shape[0], context.shape[1], context.device)
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
         stream = Stream(context, placed.positions, placed.keep)

@@ -259,7 +259,7 @@ class MultiHeadLatentAttention(nn.Module):
         """x with 0 at padding, queries (B, H, T, key_dim), the latents they read, the rest of the attention call.
 
         Nothing is changed."""
-        check_tokens("x", x, self.dim)
+        check_tokens(self, "x", x, self.dim)
         if context is not None:
             raise ValueError("context: MultiHeadLatentAttention mixes one sequence and takes no context")
         if cache is not None and not isinstance(cache, LatentCache):

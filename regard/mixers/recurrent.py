@@ -226,7 +226,7 @@ class RecurrentLayer(nn.Module):
         segments: Tensor | None = None,
         cache: StateCache | None = None,
     ) -> tuple[Stream, Placed]:
-        check_tokens("x", x, self.dim)
+        check_tokens(self, "x", x, self.dim)
         if context is not None:
             raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
         if self.bidirectional and (mask is not None or cache is not None):

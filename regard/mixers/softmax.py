@@ -163,7 +163,7 @@ class MultiHeadAttention(nn.Module):
         """x without what padding holds, its queries, the keys and values they read, and the rest of the call.
 
         Nothing is changed."""
-        check_tokens("x", x, self.dim)
+        check_tokens(self, "x", x, self.dim)
         if cache is not None and not isinstance(cache, (KVCache, WindowCache)):
             raise TypeError(f"cache: expected what init_cache gives, or None, got {describe(cache)}")
         crossing = context is not None or (cache is not None and cache.context)
@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"
             )
-        check_tokens("context", context, self.context_dim, x)
+        check_tokens(self, "context", context, self.context_dim, x)
         sizes = (context.shape[0], context.shape[1], context.device)
         placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
         k, v = self._keys(placed.real(context), None)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import regard
+from regard.catalog import RECORDS
 from regard.masks import Causal, Dense
 from regard.nn.functional import scaled_dot_product_attention
 
@@ -148,6 +149,23 @@ def test_dtypes_without_arithmetic_are_refused_by_name(dtype):
     ):
         with pytest.raises(TypeError, match=r"^[\w, ]+: expected"):
             call()
+
+
+@pytest.mark.parametrize(
+    "record", [one for one in RECORDS if "ema" not in one.name], ids=lambda record: record.name
+)  # a moving average has no matrix, and takes any dtype
+def test_tokens_of_another_dtype_than_the_layer_are_refused_by_name(record):
+    layer = record.build(16, 4)
+    context = {"context": torch.zeros(1, 4, layer.context_dim)} if record.context else {}
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(TypeError, match=r"^x: expected float32, as the layer's weights are, got"):
+            layer(torch.zeros(1, 3, 16, dtype=dtype), **context)
+        if context:
+            with pytest.raises(TypeError, match=r"^context: expected float32, as the layer's weights are, got"):
+                layer(torch.zeros(1, 3, 16), context["context"].to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.zeros(1, 3, 16), **context).shape == (1, 3, 16)
+        assert layer(torch.zeros(1, 3, 16, dtype=torch.bfloat16), **context).shape == (1, 3, 16)
 
 
 def test_masks_and_biases_are_neither_true_nor_false():

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from regard.masks import Causal
 from regard.models import Decoder, Embedding, GatedMLP, PreNorm, activation, generate, load
+from regard.models.experts import GatedExperts, MixtureOfExperts, Router, Routing
 from regard.models.layouts import layout_of
 from regard.nn import MultiHeadAttention
 
@@ -152,6 +153,23 @@ def test_ids_outside_a_wrapped_or_plain_table():
     model.embedding.tokens = Doubled(model.embedding.tokens)
     with pytest.raises(IndexError):
         model(torch.tensor([[1, 11]]))
+
+
+@pytest.mark.parametrize("choice", ["few tokens", "traced", "sorted"])
+def test_parametrised_experts_and_routers(choice):
+    """Stacked tensors are read through their parametrisations, in every way that experts are computed."""
+    torch.manual_seed(0)
+    moe = MixtureOfExperts(Router(8, Routing(4, 2)), GatedExperts(8, 16, 4, nn.SiLU())).double()
+    x, doubled = torch.randn(3, 5, 8, dtype=torch.float64), copy.deepcopy(moe)
+    with torch.no_grad():
+        for tensor in (doubled.router.weight, doubled.experts.gate_proj, doubled.experts.down_proj):
+            tensor.mul_(2)
+    parametrize.register_parametrization(moe.router, "weight", Twice())
+    for name in ("gate_proj", "down_proj"):
+        parametrize.register_parametrization(moe.experts, name, Twice())
+    with torch.set_grad_enabled(choice == "sorted"):
+        got = torch.compile(moe, backend="eager")(x) if choice == "traced" else moe(x)
+        torch.testing.assert_close(got, doubled(x))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own

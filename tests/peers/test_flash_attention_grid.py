@@ -63,12 +63,13 @@ def mask_of(causal: bool, window: tuple[int | None, int | None]) -> Mask | None:
 def within(got: Tensor, want: Tensor, plain: Tensor, dtype: torch.dtype, times: float) -> None:
     """No further from the value than `times` what plain torch is, and a rounding of the largest entry.
 
-    Theirs are half precisions alone; in float32 a score of 50 is known to 4e-6, so what it weighs is, too.
+    Theirs are half precisions alone; in float32 a score of 50 is known to 4e-6, so what it weighs is, too. Gradients
+    that are 0 because there is but one key are differences, known to 1e-5.
     """
     assert torch.isfinite(got).all()
     bound = times * float((plain.double() - want).abs().max()) if plain.numel() else 0.0
     size = float(want.abs().max()) if want.numel() else 0.0
-    bound += size * (torch.finfo(dtype).eps if dtype in LOW else 2e-5)
+    bound += size * (torch.finfo(dtype).eps if dtype in LOW else 2e-5) + 1e-5
     error = float((got.double() - want).abs().max()) if got.numel() else 0.0
     assert error <= bound, (error, bound, size)
 
@@ -161,6 +162,7 @@ def test_more_of_the_grid(heads, look, softcap, alibi, size, pair, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(NAMES, grid(12, 5, ((113, 203), (128, 217), (64, 800)), (40, 64, 111)))
 def test_the_compiled_backend(heads, look, softcap, alibi, size, pair, dtype):
+    torch.compiler.reset()  # torch keeps few compiled kinds of a call at a time
     q, k, v, theirs, ours = drawn(heads, look, softcap, alibi, size, pair, dtype, size)
     check(q, k, v, theirs, ours, names=("flex",), expected=("flex",), backward=False)
 

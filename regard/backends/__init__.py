@@ -27,6 +27,7 @@ from torch import Tensor
 
 from regard.backends import chunked, flex, native, reference, sdpa
 from regard.backends.call import AttentionCall
+from regard.backends.native import library
 from regard.backends.native import states as native_states
 from regard.backends.recurrent import chunked as chunked_states
 from regard.backends.recurrent import reference as reference_states
@@ -49,6 +50,7 @@ __all__ = [
     "run",
     "select",
     "use_backend",
+    "without_kernels",
 ]
 
 Call = AttentionCall | StateCall
@@ -70,6 +72,11 @@ _OTHER = ("sdpa", "chunked", "flex", "native", "reference")
 _log = logging.getLogger("regard")
 _said: set[tuple[str, str]] = set()
 _local = threading.local()  # not a ContextVar: torch.compile cannot read those in a full graph
+
+
+def without_kernels() -> str | None:
+    """Why there are no CPU kernels here, in one sentence, or None where there are."""
+    return library.REASON
 
 
 def names() -> tuple[str, ...]:

@@ -52,9 +52,17 @@ def _traceable(mask: Mask) -> bool:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    kernel: Any = torch.compile(flex_attention, dynamic=False)
+    most = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1 << 16)
+
+    def run(*tensors: Any, **options: Any) -> Any:
+        with config.patch(most):  # each kind of call is a kernel of its own; past torch's limit it would run unfused
+            return kernel(*tensors, **options)
+
+    return run
 
 
 def run(call: AttentionCall) -> tuple[Tensor, Tensor]:

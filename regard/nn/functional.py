@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
     mask: Mask | Tensor | None = Causal() if is_causal else rule
     bias = None
     if attn_mask is not None and rule is None:
-        given = _four(attn_mask.expand(*lead, q.shape[2], k.shape[2]))
+        given = _broadcast(attn_mask, (*lead, q.shape[2], k.shape[2]))
         mask, bias = (given, None) if attn_mask.dtype == torch.bool else (None, given)
     top_left = is_causal or (rule is not None and not _is_lower(attn_mask))
     out: Tensor = attention(
@@ -73,6 +73,21 @@ def _four(x: Tensor) -> Tensor:
     while x.ndim < 4:
         x = x.unsqueeze(0)
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _broadcast(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A mask in four dimensions, its own axes of one entry kept: so its gradient is summed in the compute dtype."""
+    torch.broadcast_shapes(mask.shape, shape)
+    if mask.ndim > len(shape) or mask.expand(shape).shape != torch.Size(shape):
+        raise ValueError(f"attn_mask: expected a shape that broadcasts to {shape}, got {tuple(mask.shape)}")
+    mask = mask[(None,) * (max(len(shape), 4) - mask.ndim)]
+    batches = mask.shape[:-3]
+    if all(size == 1 for size in batches):
+        return mask.reshape(1, *mask.shape[-3:])
+    if len(batches) > 1:
+        mask = mask.to(torch.float32) if mask.dtype in (torch.bfloat16, torch.float16) else mask
+        mask = mask.expand(*shape[:-3], *mask.shape[-3:])
+    return mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
 
 
 def _is_lower(rule: Any) -> bool:

@@ -94,14 +94,15 @@ def recurrence(
             return out if out.dtype == q.dtype else out.to(q.dtype), last if into is None else _put(last, into)
 
         if decay is not None and decay.ndim == 1:
-            (decay,) = widened(q, decay)
+            # with a time axis: padding must not fade the state
+            (decay,) = widened(q, decay[None, :, None].expand(1, heads, tokens))
         timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v, *rest = parts
             strength = rest.pop(0) if beta is not None else None
             return backends.dispatch(
-                RecurrenceCall(q, k, v, strength, rest[0] if rest else decay, state, None, factor, chunk_size), backend
+                RecurrenceCall(q, k, v, strength, rest[0] if rest else None, state, None, factor, chunk_size), backend
             )
 
         out, last = by_sequence(lengths, timed, state, body, axis=2)

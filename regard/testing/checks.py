@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from regard.backends.native import library
+from regard.backends import without_kernels
 from regard.testing import modules, numerics, sequence
 from regard.testing.subject import TOLERANCES, ContractViolation, Subject
 
@@ -47,8 +47,8 @@ def _rounded(subject: Subject) -> str | None:
 def _native(subject: Subject) -> str | None:
     if subject.off_kernels:
         return subject.off_kernels
-    if library.REASON is not None:
-        return f"native not built: {library.REASON}"
+    if (reason := without_kernels()) is not None:
+        return f"native not built: {reason}"
     if subject.dtype == torch.float64:
         return "the kernels compute in float32, so float64 runs on the plain-torch backends"
     return None

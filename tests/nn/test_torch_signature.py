@@ -225,3 +225,27 @@ def test_gradients_that_are_recorded_are_those_that_are_not(backend, operation):
         (plain,) = torch.autograd.grad(y, x, retain_graph=True)
         (recorded,) = torch.autograd.grad(y, x, create_graph=True)
         torch.testing.assert_close(recorded, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 65), (30, 1), (1, 1, 1, 65), (2, 1, 30, 65), (1, 4, 1, 1), ()])
+def test_the_gradient_of_a_broadcast_mask_is_summed_in_the_compute_dtype(shape, dtype):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 30, 8).to(dtype), torch.randn(2, 4, 65, 8).to(dtype)
+    mask = torch.randn(shape).to(dtype)
+
+    def gradient(x: torch.dtype) -> torch.Tensor:
+        leaf = mask.to(x).requires_grad_()
+        out = scaled_dot_product_attention(q.to(x), k.to(x), k.to(x), attn_mask=leaf)
+        return torch.autograd.grad(out.double().sum(), leaf)[0].double()
+
+    want = gradient(torch.float64)
+    room = 4 * torch.finfo(dtype).eps * max(1.0, float(want.abs().max()))
+    torch.testing.assert_close(gradient(dtype), want, rtol=0, atol=room)
+
+
+def test_masks_of_other_shapes_are_refused_by_name():
+    q = torch.randn(2, 4, 3, 8)
+    for shape in ((4, 3), (3, 4), (5, 1, 3, 3), (1, 2, 4, 3, 3)):
+        with pytest.raises((ValueError, RuntimeError)):
+            scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(shape))

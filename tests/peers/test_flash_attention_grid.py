@@ -162,7 +162,6 @@ def test_more_of_the_grid(heads, look, softcap, alibi, size, pair, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(NAMES, grid(12, 5, ((113, 203), (128, 217), (64, 800)), (40, 64, 111)))
 def test_the_compiled_backend(heads, look, softcap, alibi, size, pair, dtype):
-    torch.compiler.reset()  # torch keeps few compiled kinds of a call at a time
     q, k, v, theirs, ours = drawn(heads, look, softcap, alibi, size, pair, dtype, size)
     check(q, k, v, theirs, ours, names=("flex",), expected=("flex",), backward=False)
 

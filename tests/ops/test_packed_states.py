@@ -7,6 +7,7 @@ import torch
 
 import regard
 from regard import Decay, Delta
+from regard.backends import without_kernels
 from regard.masks import Segments
 
 DECAYS = {
@@ -22,8 +23,8 @@ DECAYS = {
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("lengths", [(3, 4), (1, 0, 5, 7, 6, 2), (33, 40, 64)])
 def test_states_and_gradients(lengths, decay, delta, backend):
-    if backend == "native" and regard.backends.without_kernels():
-        pytest.skip(f"native not built: {regard.backends.without_kernels()}")
+    if backend == "native" and without_kernels():
+        pytest.skip(f"native not built: {without_kernels()}")
     torch.manual_seed(0)
     heads, tokens, size = 2, sum(lengths), 4
     dtype = torch.float32 if backend == "native" else torch.float64

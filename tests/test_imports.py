@@ -74,5 +74,24 @@ def test_the_check_finds_what_it_should(tmp_path, file, line, words):
     assert check(package) == []
     (package / file).write_text(line + "\n")
     found = check(package)
-    assert len(found) == 1
     assert words in found[0]
+    assert all(words in one or "in a circle" in one for one in found)
+
+
+@pytest.mark.parametrize("where", ["at the top", "in a function", "for type checkers"])
+def test_the_check_finds_circles_inside_a_layer(tmp_path, where):
+    package = tmp_path / "regard"
+    (package / "masks").mkdir(parents=True)
+    back = {
+        "at the top": "from regard.masks import base",
+        "in a function": "def f():\n    from regard.masks import base",
+        "for type checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regard.masks import base",
+    }[where]
+    for name in ("__init__", "masks/__init__", "masks/base", "masks/layout", "masks/labels"):
+        (package / f"{name}.py").write_text("")
+    (package / "masks" / "base.py").write_text("from regard.masks import layout\n")
+    (package / "masks" / "layout.py").write_text("from regard.masks import labels\n")
+    assert check(package) == []
+    (package / "masks" / "labels.py").write_text(back + "\n")
+    (found,) = check(package)
+    assert "in a circle: regard.masks.base, regard.masks.labels, regard.masks.layout" in found

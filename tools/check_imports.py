@@ -13,7 +13,8 @@ delta_rule.py); a backend (a
 module of backends/ that defines `reject`) is imported by backends/__init__.py only, but for `reference`, which is the
 definition;
 nothing below the top layer imports from the package's front page `regard` itself; a package other than torch and the
-standard library is imported inside a function or under `if TYPE_CHECKING`, never at import time.
+standard library is imported inside a function or under `if TYPE_CHECKING`, never at import time. No modules import each
+other in a circle, inside a layer either, and neither inside functions nor for type checkers.
 """
 
 from __future__ import annotations
@@ -136,6 +137,34 @@ def named_backend(node: ast.AST, module: str) -> str | None:
     return None
 
 
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that reach one another, by Tarjan's algorithm."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        open_.append(module)
+        for target in sorted(graph[module]):
+            if target not in order:
+                visit(target)
+                lowest[module] = min(lowest[module], lowest[target])
+            elif target in open_:
+                lowest[module] = min(lowest[module], order[target])
+        if lowest[module] == order[module]:
+            group = open_[open_.index(module) :]
+            del open_[-len(group) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return found
+
+
 def check(package: Path) -> list[str]:
     """All complaints about the package in this folder, as `file:line: what`."""
     files = {}
@@ -145,19 +174,24 @@ def check(package: Path) -> list[str]:
     trees = {module: ast.parse(path.read_text(encoding="utf-8"), str(path)) for module, path in files.items()}
     backends = {module for module, tree in trees.items() if is_backend(module, tree)}
     found = []
+    graph: dict[str, set[str]] = {}
     for module, path in files.items():
         tree = trees[module]
-        for item in imports_of(tree, module, path.name == "__init__.py", set(files)):
+        items = list(imports_of(tree, module, path.name == "__init__.py", set(files)))
+        # the front page imports nothing by itself: it looks names up when they are asked for
+        graph[module] = {item.target for item in items if item.target in files} - {module, package.name}
+        for item in items:
             if message := complaint(module, item, set(files), backends):
                 found.append(f"{path}:{item.line}: {message}")
         for node in ast.walk(tree):
             if name := named_backend(node, module):
                 found.append(f"{path}:{node.lineno}: names the backend {name!r}: leave the choice to the dispatcher")
+    found += [f"{package}: these modules import each other in a circle: {', '.join(group)}" for group in circles(graph)]
     return found
 
 
 if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "regard"
     problems = check(where)
-    print("\n".join(problems) or f"imports of {where.name}: one way")
+    print("\n".join(problems) or f"imports of {where.name}: one way, without circles")
     sys.exit(bool(problems))

@@ -7,7 +7,7 @@ holds the number of tokens seen, so an exported step is one for caches of that l
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.serialization import add_safe_globals
@@ -16,13 +16,10 @@ from torch.utils._pytree import GetAttrKey
 
 from regard.tokens import LOGGED, TokenLog
 
-if TYPE_CHECKING:
-    from regard.caches.base import Cache
-
 __all__ = ["register"]
 
 
-def register(cls: type[Cache]) -> None:
+def register(cls: type[Any]) -> None:
     """Make a class of caches known to torch as a pytree."""
     own = cls.__module__.startswith("regard.caches.")
     if own:  # plain data, which torch.load reads back with weights_only, and so torch.export.load
@@ -39,21 +36,21 @@ def register(cls: type[Cache]) -> None:
     )
 
 
-def _flatten(cache: Cache) -> tuple[list[Any], Any]:
+def _flatten(cache: Any) -> tuple[list[Any], Any]:
     names = cache.tensor_names
     facts = {key: value for key, value in cache.__dict__.items() if key not in names and key != "log"}
     return [*(getattr(cache, name) for name in names), cache.log], (names, facts)
 
 
-def _flatten_with_keys(cache: Cache) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten_with_keys(cache: Any) -> tuple[list[tuple[Any, Any]], Any]:
     children, context = _flatten(cache)
     return [(GetAttrKey(name), child) for name, child in zip((*context[0], "log"), children, strict=True)], context
 
 
-def _unflatten(cls: type[Cache], children: Any, context: Any) -> Cache:
+def _unflatten(cls: type[Any], children: Any, context: Any) -> Any:
     names, facts = context
     *tensors, log = children
-    cache = cls.__new__(cls)
+    cache = object.__new__(cls)
     cache.__dict__.update(facts)
     for name, tensor in zip(names, tensors, strict=True):
         setattr(cache, name, tensor)

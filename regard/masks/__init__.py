@@ -15,9 +15,9 @@
 [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
 """
 
-from regard.masks.base import And, Mask, Not, Or, as_mask, split_packing
+from regard.masks.base import And, Mask, Not, Or, split_packing
 from regard.masks.labels import Buckets, Segments
-from regard.masks.patterns import Blocks, Dense, Edges, Global, KeyPadding, Predicate, RandomBlocks
+from regard.masks.patterns import Blocks, Dense, Edges, Global, KeyPadding, Predicate, RandomBlocks, as_mask
 from regard.masks.positional import Band, Causal, Full, KeyLengths, Prefix, Window
 
 __all__ = [

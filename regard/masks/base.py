@@ -13,11 +13,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from regard.masks.checks import UNKNOWN, describe
+from regard.masks.checks import UNKNOWN
 from regard.masks.intervals import Intervals
+from regard.masks.layout import block_layout
 from regard.sites import Frame, Packing, Site, Span, can_read, is_recording
 
-__all__ = ["And", "Mask", "Moved", "Not", "Or", "as_mask", "reach", "split_packing", "tensors_of", "to_device"]
+__all__ = ["And", "Mask", "Moved", "Not", "Or", "reach", "split_packing", "tensors_of", "to_device"]
 
 M = TypeVar("M", bound="Mask")
 
@@ -104,13 +105,12 @@ class Mask:
         Memoised. Masks that read no tensor are answered from their definition; of the others only undecided blocks are
         evaluated, so the dense form is never held.
         """
-        from regard.masks.layout import block_layout
-
         self.refresh()
         sizes = (size, size) if isinstance(size, int) else size
         key = (q_len, k_len, sizes, batch, heads, q_start if isinstance(q_start, int) else None)
         if isinstance(q_start, Tensor) or key not in self._memo:
-            layout = block_layout(self, self._frame(q_len, k_len, batch, heads, q_start), sizes)
+            exact = self.offsets() is not None or (self.exact_bounds and not tensors_of(self))
+            layout = block_layout(self, self._frame(q_len, k_len, batch, heads, q_start), sizes, exact)
             if isinstance(q_start, Tensor):
                 return layout
             self._memo[key] = layout
@@ -262,17 +262,6 @@ class Moved(Mask):
 
     def bounds(self, span: Span) -> tuple[bool, bool]:
         return self.part.bounds(span.moved(self.by))
-
-
-def as_mask(mask: Any) -> Mask | None:
-    """A mask from what the `mask` argument accepts: a Mask, a bool tensor (2-D or 4-D), or None."""
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    from regard.masks.patterns import Dense
-
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask: expected a Mask, a bool tensor or None, got {describe(mask)}")
-    return Dense(mask)
 
 
 def split_packing(mask: Mask | None) -> Packing | None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from regard.masks.base import Mask, tensors_of
-from regard.sites import Frame
+from regard.sites import Frame, Site, Span
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "block_layout", "tile_kind", "tiles"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class Rule(Protocol):
+    """What a layout asks of a mask (`regard.masks.Mask`)."""
+
+    def allows_at(self, site: Site) -> Tensor:
+        """The truth on the pairs of `site`."""
+
+    def bounds(self, span: Span) -> tuple[bool, bool]:
+        """(may any pair of the tile be allowed, are all of them)."""
 
 
 def tiles(length: int, size: int) -> list[tuple[int, int]]:
@@ -18,18 +29,20 @@ def tiles(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def tile_kind(mask: Mask, frame: Frame, rows: tuple[int, int], cols: tuple[int, int]) -> int:
+def tile_kind(mask: Rule, frame: Frame, rows: tuple[int, int], cols: tuple[int, int]) -> int:
     """What is known of a tile without evaluating pairs: EMPTY and FULL are certain, PARTIAL may be anything."""
     span = frame.span(rows, cols)
     some, every = (True, False) if span is None else mask.bounds(span)
     return FULL if every else PARTIAL if some else EMPTY
 
 
-def block_layout(mask: Mask, frame: Frame, size: tuple[int, int]) -> Tensor:
-    """The exact layout, int8 ``(B, H, rows, columns)``; undecided blocks are evaluated one by one."""
+def block_layout(mask: Rule, frame: Frame, size: tuple[int, int], exact_bounds: bool) -> Tensor:
+    """The exact layout, int8 ``(B, H, rows, columns)``; undecided blocks are evaluated one by one.
+
+    `exact_bounds`: the mask's bounds tell partial blocks from others, where rows start at one number.
+    """
     rows, cols = tiles(frame.q_len, size[0]), tiles(frame.k_len, size[1])
-    by_definition = frame.packing is None and not isinstance(frame.q_start, Tensor)
-    by_definition = by_definition and (mask.offsets() is not None or (mask.exact_bounds and not tensors_of(mask)))
+    by_definition = exact_bounds and frame.packing is None and not isinstance(frame.q_start, Tensor)
     grid: list[list[Tensor]] = []
     for r in rows:
         line: list[Tensor] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from regard.masks.base import Mask
 from regard.masks.checks import UNKNOWN, any_all, describe, fits, is_bool, is_dense, pick, whole
 from regard.sites import Site, Span, can_read
 
-__all__ = ["Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
+__all__ = ["as_mask", "Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,3 +224,12 @@ class Predicate(Mask):
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             raise TypeError(f"Predicate.fn: expected a bool tensor, got {describe(allowed)}")
         return allowed
+
+
+def as_mask(mask: Any) -> Mask | None:
+    """A mask from what the `mask` argument accepts: a Mask, a bool tensor (2-D or 4-D), or None."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask: expected a Mask, a bool tensor or None, got {describe(mask)}")
+    return Dense(mask)

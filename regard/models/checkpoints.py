@@ -1,10 +1,10 @@
-"""Loading a model from a folder or a GGUF file, and writing it back as a folder."""
+"""Loading a model from a folder or a GGUF file."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import CheckpointError
-from regard.models.files import SafetensorsSource, Source, is_file, is_folder, read_json, replacing
+from regard.models.files import Asked, SafetensorsSource, Source, is_file, is_folder, path_of, read_json
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
-from regard.models.tables import Derived, Row, part_of, parts_of, whole_name
-from regard.models.tokenizer import EXTRAS, Tokenizer, read_end_ids, read_tokenizer
+from regard.models.tables import Derived, Row, listed, part_of, parts_of, whole_name
+from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
 
 __all__ = ["load", "save"]
 
@@ -60,7 +60,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}; accepted: {_DTYPE_NAMES}, or None for the checkpoint's own")
-    path, device = _path("path", path), _device(device)
+    path, device = path_of("path", path), _device(device)
     if is_folder(path):
         return _load_folder(path, dtype, device, progress)
     if not is_file(path):
@@ -71,12 +71,6 @@ def load(
 
     source, origin, plan = read_gguf(path)
     return _fill(plan, origin, source, dtype or torch.float32, device, progress)
-
-
-def _path(name: str, path: object) -> Path:
-    if not isinstance(path, (str, Path)):
-        raise TypeError(f"{name}={path!r}; accepted: a path as text or pathlib.Path")
-    return Path(path)
 
 
 def _device(device: object) -> torch.device:
@@ -103,7 +97,9 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, 
         end_ids=read_end_ids(folder, config, extras, tokenizer),
         extras=extras,
     )
-    plan = layout.read(config, str(folder / "config.json"), source.has, source.shapes())
+    asked = Asked(source.has)
+    plan = layout.read(config, str(folder / "config.json"), asked, source.shapes())
+    origin = dataclasses.replace(origin, parts=asked.answers)
     return _fill(plan, origin, source, dtype or _stated_dtype(config, source), device, progress)
 
 
@@ -175,8 +171,10 @@ def _fill(
     with torch.device("meta"):
         model = plan.make()
     model.origin = origin
-    names = _check(plan, model, origin.layout, source)
-    dtypes = partial(_dtype_of, model, origin.layout, dtype)
+    layout = origin.layout
+    assert isinstance(layout, Layout)
+    names = _check(plan, model, layout, source)
+    dtypes = partial(_dtype_of, model, layout, dtype)
     for done, row in enumerate(plan.rows):
         name = names.get(row.stored, row.stored)
         copied = any(own != whole_name(own) for own in row.own)
@@ -253,7 +251,7 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
         if not foreign and (stored[first] != stored[other] or not torch.equal(source.read(first), source.read(other)))
     ]
     problems = [
-        f"{kind}: {_listed(keys)}"
+        f"{kind}: {listed(keys)}"
         for kind, keys in (
             ("missing tensors", missing),
             ("unused tensors", unused),
@@ -296,11 +294,6 @@ def _misshapen(row: Row, shape: tuple[int, ...] | None, targets: Mapping[str, Te
     return [f"{row.stored} is {shape}, expected {joined}"]
 
 
-def _listed(keys: Sequence[str], most: int = 40) -> str:
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return ", ".join(keys[:most]) + more
-
-
 def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
@@ -311,67 +304,9 @@ def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def save(model: Model, folder: str | Path) -> None:
-    """Writes a loaded model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's
-    files.
-
-    Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its family's
-    layout, dequantised. Files are written beside their places and moved there when all are complete; where that fails,
-    the folder is as it was before, and one that did not exist is gone. One process at a time may write into a folder.
+    """Writes a loaded model as a Hugging Face folder; the same as ``model.save(folder)``, where the rules stand.
 
     Raises:
-        CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not fit
-        it.
-        ValueError: where ``folder`` is a file.
-        OSError: where the files cannot be written, on a full disk for one.
+        CheckpointError, ValueError, OSError: as `Model.save`.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    if model.origin is None:
-        raise CheckpointError(
-            "the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model"
-        )
-    origin, folder = model.origin, _path("folder", folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"folder={str(folder)!r} is a file; accepted: a folder, existing or not")
-    layout = origin.layout
-    own = model.state_dict()
-    plan = layout.read(origin.config, "the model's options", lambda name: True)
-    # parts that are there or not without an option
-    if any(whole_name(name) not in own for row in plan.rows for name in row.own):
-        plan = layout.read(origin.config, "the model's options", lambda name: False)
-    wanted = {whole_name(name) for row in plan.rows for name in row.own}
-    if wanted != set(own):
-        raise CheckpointError(
-            f"the model's parameters do not fit the layout {layout.model_type!r}: {_listed(sorted(wanted ^ set(own)))}"
-        )
-    tensors = {
-        row.stored.removeprefix(layout.prefix) if layout.headless else row.stored: row.reshape.join(
-            [part_of(own[whole_name(n)], n) for n in row.own]
-        )
-        for row in plan.rows
-    }
-    dtype = next(iter(own.values())).dtype
-    tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.derived}
-    texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
-    with replacing(folder) as place:
-        copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}
-        try:
-            save_file(copies, str(place("model.safetensors")), metadata={"format": "pt"})
-        except SafetensorError as e:
-            raise OSError(f"{folder / 'model.safetensors'}: cannot be written ({e})") from e
-        for name, value in texts.items():
-            place(name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        if isinstance(origin.tokenizer, Tokenizer):
-            place("tokenizer.json").write_text(origin.tokenizer.to_json(), encoding="utf-8")
-
-
-def _written_config(origin: Origin, own: Mapping[str, Tensor]) -> dict[str, Any]:
-    config = {k: v for k, v in origin.config.items() if k != "torch_dtype"}
-    dtype = str(next(iter(own.values())).dtype).removeprefix("torch.")
-    return {
-        **config,
-        "architectures": [origin.layout.architecture],
-        "model_type": origin.layout.model_type,
-        "dtype": dtype,
-    }
+    model.save(folder)

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from regard.errors import CheckpointError
 
-__all__ = ["SafetensorsSource", "Source", "check_readable", "is_file", "is_folder", "read_json", "replacing"]
+__all__ = [
+    "Asked",
+    "SafetensorsSource",
+    "Source",
+    "check_readable",
+    "is_file",
+    "is_folder",
+    "path_of",
+    "read_json",
+    "replacing",
+]
 
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 """The kinds of numbers, as safetensors spells them, that a parameter may have."""
@@ -237,3 +247,19 @@ def replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
         for path in [] if done else made:
             with suppress(OSError):  # never made, or somebody else has put something there
                 path.rmdir()
+
+
+def path_of(name: str, path: object) -> Path:
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"{name}={path!r}; accepted: a path as text or pathlib.Path")
+    return Path(path)
+
+
+class Asked:
+    """Whether tensors are in a file, and what was answered: saving the model gives the same answers."""
+
+    def __init__(self, has: Callable[[str], bool]) -> None:
+        self.has, self.answers = has, dict[str, bool]()
+
+    def __call__(self, name: str) -> bool:
+        return self.answers.setdefault(name, self.has(name))

@@ -9,6 +9,7 @@ from typing import Any
 
 from regard.errors import CheckpointError
 from regard.models.config import Config, naming
+from regard.models.files import Asked
 from regard.models.gguf_file import GGUFSource
 from regard.models.gguf_split import SplitGGUF, open_gguf
 from regard.models.gguf_tokens import named_ids
@@ -46,7 +47,8 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
     layout = LAYOUTS["llama"]
     starts, ends = named_ids(metadata, source.where)
     config = {**_config(source, architecture), **starts, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-    plan = layout.read(config, str(path), source.has, source.shapes())
+    asked = Asked(source.has)
+    plan = layout.read(config, str(path), asked, source.shapes())
     tied = ("token_embd.weight", "output.weight") if config["tie_word_embeddings"] else ()
     plan = dataclasses.replace(plan, rows=_rows(config), tied=tied)
     tokenizer = Tokenizer.from_gguf(metadata)
@@ -56,6 +58,7 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
         tokenizer=tokenizer,
         end_ids=tuple(ends),
         extras=_extras(config, metadata, tokenizer),
+        parts=asked.answers,
     )
     return source, origin, plan
 

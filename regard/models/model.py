@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from regard.errors import CheckpointError
+
 if TYPE_CHECKING:
-    from regard.models.layouts import Layout
     from regard.models.tokenizer import Tokenizer
 
-__all__ = ["Model", "Origin"]
+__all__ = ["Family", "Model", "Origin"]
+
+
+class Family(Protocol):
+    """What a model's origin keeps of its family of checkpoints (`regard.models.layouts.Layout`)."""
+
+    @property
+    def model_type(self) -> str:
+        """What ``config.json`` calls it."""
+
+    @property
+    def architecture(self) -> str:
+        """The class that other software loads a saved folder with."""
+
+    @property
+    def prefix(self) -> str:
+        """What leads the names of a file with a head."""
+
+    @property
+    def headless(self) -> bool:
+        """Whether a folder is written without head and prefix."""
+
+    def read(self, config: Mapping[str, Any], source: str, has: Callable[[str], bool]) -> Any:
+        """What options say of a model's parts and tensors."""
+
+    def save(self, model: Model, folder: str | Path) -> None:
+        """Write a model of the family."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +53,15 @@ class Origin:
         tokenizer: or, where the file has none that can be used, the reason as text.
         end_ids: the tokens that end a text.
         extras: further small JSON files of the folder, by name, that ``save`` writes back.
+        parts: tensors that are there or not without an option saying so, by their names in the file.
     """
 
-    layout: Layout
+    layout: Family
     config: Mapping[str, Any]
     tokenizer: Tokenizer | str = "the checkpoint has no tokenizer.json"
     end_ids: tuple[int, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Model(nn.Module):
@@ -60,7 +89,22 @@ class Model(nn.Module):
         return () if self.origin is None else self.origin.end_ids
 
     def save(self, folder: str | Path) -> None:
-        """Writes the model as a Hugging Face folder; see :func:`regard.models.save`."""
-        from regard.models.checkpoints import save
+        """Writes a loaded model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's
+        files.
 
-        save(self, folder)
+        Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its
+        family's layout, dequantised. Files are written beside their places and moved there when all are complete;
+        where that fails, the folder is as it was before, and one that did not exist is gone. One process at a time may
+        write into a folder.
+
+        Raises:
+            CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not
+                fit it.
+            ValueError: where ``folder`` is a file.
+            OSError: where the files cannot be written, on a full disk for one.
+        """
+        if self.origin is None:
+            raise CheckpointError(
+                "the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model"
+            )
+        self.origin.layout.save(self, folder)

@@ -28,6 +28,7 @@ __all__ = [
     "Viewed",
     "expand",
     "fused",
+    "listed",
     "part_of",
     "parts_of",
     "same",
@@ -235,3 +236,9 @@ def parts_of(state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Ten
     found = {own: part_of(state[whole_name(own)], own) for own in names if whole_name(own) in state}
     mentioned = {whole_name(own) for own in found}
     return found | {name: tensor for name, tensor in state.items() if name not in mentioned}
+
+
+def listed(keys: Sequence[str], most: int = 40) -> str:
+    """Names for an error, the first `most` of them."""
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from regard.models.config import SIZE, Config, naming
 from regard.models.model import Model
 from regard.models.tables import Derived, Ignored, Row
+from regard.models.writing import write_folder
 
 __all__ = ["Layout", "Plan"]
 
@@ -96,6 +98,10 @@ class Layout:
             plan = self.plan(options, has)
             options.close(self.inert)
         return replace(plan, make=partial(_made, plan.make, source))
+
+    def save(self, model: Model, folder: str | Path) -> None:
+        """Write a model of this family as a folder; see `Model.save`."""
+        write_folder(model, folder)
 
 
 def bounds(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

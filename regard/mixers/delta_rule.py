@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.masks.checks import whole
 from regard.mixers.parts import ShortConv, l2_normalized, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity, widened
 from regard.transitions import Delta
 
 __all__ = ["DeltaRuleLayer"]
@@ -83,10 +83,11 @@ class DeltaRuleLayer(RecurrentLayer):
 
     def _heads(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, keys = stream.x, self.key_heads * self.key_dim
-        channels, tail = self.conv(stream, torch.cat([p(x) for p in (self.q_proj, self.k_proj, self.v_proj)], -1), tail)
+        parts = [p(x) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        channels, tail = self.conv(stream, widened(torch.cat(parts, -1)), tail)
         q, k, v = channels.split((keys, keys, channels.shape[-1] - 2 * keys), -1)
         q, k = (l2_normalized(split_heads(part, self.key_heads)) for part in (q, k))
-        return q, k, split_heads(v, self.heads), tail  # all in the compute dtype, as the convolution gave them
+        return q, k, split_heads(v, self.heads), tail
 
     def _transition(self, x: Tensor) -> Delta:
         beta = torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))

@@ -106,7 +106,7 @@ class GriffinRecurrent(RecurrentLayer):
     def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(the log-decays and what enters the states, both (B, T, width), the convolution's new tail)."""
         x = self.x_proj(stream.x)
-        u, tail = self.conv(stream, x, tail)
+        u, tail = self.conv(stream, widened(x), tail)
         narrow = u.to(x.dtype)
         log_a = rglru_decay_from_logit(self.recurrence_gate(narrow).double(), self.p)
         anew = (stream.positions == 0)[..., None]

@@ -19,7 +19,7 @@ from regard.decays import softplus_step, state_rate, step_bias
 from regard.masks.checks import is_factory, is_part, whole
 from regard.mixers.base import Record, is_plain
 from regard.mixers.parts import MambaShell, RMSNorm, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, widened
 from regard.ops.checks import lowered
 
 __all__ = ["Mamba", "records"]
@@ -84,7 +84,7 @@ class Mamba(RecurrentLayer):
 
     def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         x, z = self.in_proj(stream.x).chunk(2, -1)
-        x, tail = self.conv(stream, x, states.get("tail"))
+        x, tail = self.conv(stream, widened(x), states.get("tail"))
         A, D = self._constants(x)
         y, state = stream.selective_scan(x, *self._selection(x.to(z.dtype), A), D, states.get("state"))
         return split_heads(y, self.width), z, {"state": state, "tail": tail}
@@ -98,7 +98,7 @@ class Mamba(RecurrentLayer):
     def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Each channel is copied once for every token, and copy s is fed a 1 at token s."""
         x, z = self.in_proj(stream.x).chunk(2, -1)
-        x, _ = self.conv(stream, x, None)
+        x, _ = self.conv(stream, widened(x), None)
         A, D = self._constants(x)
         tokens = x.shape[1]
         dt, A, B, C = self._selection(x.to(z.dtype), A)

@@ -19,7 +19,7 @@ from regard.decays import softplus_decay, softplus_step, step_bias
 from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, MambaShell, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
+from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity, widened
 from regard.transitions import Decay
 
 __all__ = ["Mamba2", "records"]
@@ -116,7 +116,7 @@ class Mamba2(RecurrentLayer):
         """(z, what the state space reads, the convolution's new tail)."""
         shared = self.groups * self.state_dim
         z, mixed, steps = self.in_proj(stream.x).split([self.width, self.width + 2 * shared, self.heads], -1)
-        mixed, tail = self.conv(stream, mixed, tail)
+        mixed, tail = self.conv(stream, widened(mixed), tail)
         x, B, C = mixed.split([self.width, shared, shared], -1)
         dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
         log_decay = softplus_decay(steps, self.A_log, self.dt_bias, self.limits).transpose(1, 2)

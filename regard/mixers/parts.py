@@ -121,7 +121,8 @@ class ShortConv(nn.Module):
     """A causal depthwise convolution of a few taps as a part of a recurrent layer, with SiLU after it or nothing.
 
     ``weight`` is (channels, taps), the last tap the current token's; ``bias`` (channels,). Its state is the last
-    ``taps - 1`` inputs. The result is in the compute dtype: what follows may normalise it before it is rounded.
+    ``taps - 1`` inputs. A weight wider than the tokens widens them: the result is rounded once, after the SiLU, to the
+    tokens' dtype. Layers give it widened tokens: what follows may normalise them before it rounds.
     """
 
     def __init__(self, channels: int, taps: int = 4, *, bias: bool = False, silu: bool = True) -> None:
@@ -138,8 +139,9 @@ class ShortConv(nn.Module):
 
     def forward(self, stream: Stream, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the convolved tokens (B, T, channels), the new tail)."""
-        y, tail = stream.conv(x.to(torch.promote_types(x.dtype, self.weight.dtype)), self.weight, self.bias, tail)
-        return F.silu(y) if self.silu else y, tail
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        y, tail = stream.conv(wide, self.weight, self.bias, tail)
+        return (F.silu(y) if self.silu else y).to(x.dtype), tail
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,34 @@ def presets() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-TABLES = {"mechanisms": mechanisms, "presets": presets}
+def contract() -> str:
+    """One row for every check: what it promises, where it runs, and why not where it does not."""
+    from regard.catalog import RECORDS
+    from regard.testing import CHECKS, DTYPES, Subject
+
+    rows = ["| check | promise | cells that run | excused |", "|---|---|---|---|"]
+    for check in CHECKS:
+        reasons: dict[str, list[str]] = {}
+        ran = 0
+        for record in RECORDS:
+            for dtype in DTYPES:
+                reason = check.skip(Subject.of(record).at(dtype))
+                if reason is None or reason.startswith("native not built"):
+                    ran += 1
+                else:
+                    reasons.setdefault(reason, []).append(record.name)
+        words = []
+        for reason, names in reasons.items():
+            own = list(dict.fromkeys(names))
+            who = "all" if len(own) == len(RECORDS) else f"{len(own)} layers" if len(own) > 3 else ", ".join(own)
+            words.append(f"{who}: {reason}")
+        slow = ", ".join(str(dtype).removeprefix("torch.") for dtype in check.slow)
+        note = f" (slow in {slow})" if slow else ""
+        rows.append(f"| {check.name} | {check.summary} | {ran}{note} | {'; '.join(words)} |")
+    return "\n".join(rows)
+
+
+TABLES = {"contract": contract, "mechanisms": mechanisms, "presets": presets}
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 

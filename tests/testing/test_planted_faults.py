@@ -305,7 +305,7 @@ def test_every_check_has_a_fault():
 def test_the_fault_is_found_and_named(name, fault, words, dtype):
     (found,) = run_checks(subject(fault, dtype), only=[name])
     if found.passed is None:
-        assert dtype == torch.float64 or library.REASON, found.text
+        assert dtype == torch.float64 or library.REASON or name == "inductor", found.text
         return
     assert found.passed is False, f"{fault.__name__} was not found by {name}"
     assert re.search(words, found.text), found.text

@@ -36,16 +36,21 @@ LEAST_EPS = 1e-25  # the derivative of 1 / sqrt(eps) is a float32
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight``; with an eps near 0 a row of zeros gives 0, and finite gradients too."""
+    """``x / sqrt(mean(x^2) + eps) * weight``, for any eps >= 0."""
     if eps >= LEAST_EPS:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    size = x.detach().abs().amax(-1, keepdim=True)  # the norm of x / size is that of x, whatever size is
+    normed = _direction(x, eps * x.shape[-1]) * math.sqrt(x.shape[-1])
+    return normed if weight is None else normed * weight
+
+
+def _direction(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(sum(x^2) + eps)``; with an eps near 0 a row of zeros gives 0, and finite gradients too."""
+    size = x.detach().abs().amax(-1, keepdim=True)  # the direction of x / size is that of x, whatever size is
     empty = size == 0.0
     size = torch.where(empty, 1.0, size)
     part = x / size
     added = torch.where(empty, 1.0, eps / size / size)
-    normed = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + added)
-    return normed if weight is None else normed * weight
+    return part * torch.rsqrt(part.square().sum(-1, keepdim=True) + added)
 
 
 class RMSNorm(nn.Module):
@@ -173,7 +178,7 @@ def l2_normalized(x: Tensor, eps: float = 1e-6) -> Tensor:
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if eps < LEAST_EPS:
-        return (_rms_norm(wide, None, eps / x.shape[-1]) / math.sqrt(x.shape[-1])).to(x.dtype)
+        return _direction(wide, eps).to(x.dtype)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 

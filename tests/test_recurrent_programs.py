@@ -26,8 +26,8 @@ class Program:
 
     def __init__(self, record: Record, dtype: torch.dtype, seed: int) -> None:
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.subject, self.dtype = Subject.of(record), dtype
-        self.layer: Any = self.subject.layer(dtype)
+        self.subject, self.dtype = Subject.of(record).at(dtype), dtype
+        self.layer: Any = self.subject.layer()
         self.batch = self.random.choice((1, 2, 3))
         self.padded, self.packed = self.random.random() < 0.7, self.random.random() < 0.5
         self.cache = self.layer.init_cache(self.batch, 0) if record.cached else None

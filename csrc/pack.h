@@ -135,7 +135,7 @@ REGARD_INLINE void transpose(vf (&x)[kLanes]) {
   }
 }
 
-// Right operand X^T: `rows` rows of X become the columns of words_of(elements) rows of `width` words; missing rows are 0.
+// Right operand X^T: `rows` rows of X become the columns of words_of(elements) rows of `width` words, 0 past the last.
 template <class In, class Op>
 void pack_transposed(word *to, const In *from, long row_stride, long rows, long elements, long width) {
   constexpr long full = kLanes * Op::per_word;

@@ -1,5 +1,5 @@
-// The C interface of the kernels that carry a state: `recurrence`, `scan`, `selective_scan`. As in regard.h, tensors are
-// pointers with strides in elements, the last stride is 1, and null pointers stand for what is absent.
+// The C interface of the kernels that carry a state: `recurrence`, `scan`, `selective_scan`, `conv`. As in regard.h,
+// tensors are pointers with strides in elements, the last stride is 1, and null pointers stand for what is absent.
 #pragma once
 #include <stdint.h>
 

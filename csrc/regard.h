@@ -20,7 +20,7 @@ typedef struct regard_attention {
   const void *q, *k, *v;
   void *out;   // (B, Hq, Tq, Dv): the output in `dtype`, or in float32 when out_f32 is not 0
   float *lse;  // (B, Hq, Tq) contiguous, natural log; -inf where no key is allowed
-  float *lse_low;  // (B, Hq, Tq) contiguous: what `lse` lost by rounding, as the set's own backward pass reads it; or null
+  float *lse_low;  // (B, Hq, Tq) contiguous: what `lse` lost by rounding, for the set's own backward pass; or null
   int32_t out_f32;
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];  // batch, head, token
 
@@ -75,7 +75,7 @@ const char *regard_isa(void);
 int regard_threads(void);
 
 // Does `rounds` times as many multiply-adds as fit into the registers, reading no memory; the floating-point operations
-// done, which a benchmark divides by the time they took. 0 where only plain loops run.
+// done, which a benchmark divides by the time they took.
 double regard_multiply_adds(int32_t dtype, int64_t rounds);
 
 // Asks the system for large pages under memory that is about to be filled, where it has such pages: the first touch of

@@ -1,10 +1,11 @@
-// The kernels in plain loops: any machine, every option of regard.h, a row at a time. Slow; the fast sets are compared with it.
+// Attention in plain loops: every option of regard.h, a row at a time, sharing no code with the kernels. check_sets
+// compares these with them; the library has no plain loops.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "regard.h"
+#include "kernels.h"
 
 namespace {
 
@@ -157,9 +158,9 @@ void backward_row(const regard_attention &a, const regard_attention_grad &g, con
 
 }  // namespace
 
-extern "C" double REGARD_NAME(regard_multiply_adds)(int32_t, int64_t) { return 0; }
+namespace regard::REGARD_SET {
 
-extern "C" int REGARD_NAME(regard_forward)(const regard_attention *call) {
+int attention_forward(const regard_attention *call) {
   const regard_attention &a = *call;
   const int64_t rows = a.batch * a.q_heads * a.q_len;
   int failed = 0;
@@ -176,7 +177,7 @@ extern "C" int REGARD_NAME(regard_forward)(const regard_attention *call) {
   return failed ? REGARD_NO_MEMORY : REGARD_OK;
 }
 
-extern "C" int REGARD_NAME(regard_backward)(const regard_attention *call, const regard_attention_grad *grad) {
+int attention_backward(const regard_attention *call, const regard_attention_grad *grad) {
   const regard_attention &a = *call;
   const regard_attention_grad &g = *grad;
   const int64_t group = a.q_heads / a.kv_heads;
@@ -211,3 +212,5 @@ extern "C" int REGARD_NAME(regard_backward)(const regard_attention *call, const 
   }
   return failed ? REGARD_NO_MEMORY : REGARD_OK;
 }
+
+}  // namespace regard::REGARD_SET

@@ -144,7 +144,7 @@ class RecurrenceForward {
   }
 
   // What queries read where something is not finite: a tile of rows ends at its last one's token, and there 0 times NaN
-  // would reach the rows above. Each row by itself, to the same bits.
+  // would pair_decay the rows above. Each row by itself, to the same bits.
   void read_alone(const Sizes &z, const Chunk &c, const Panels &read, const Panels &state) const {
     multiply_panels<kZero>(read, z.size, c.fading + z.size * z.wide, z.wide, 1, state, z.k_dim, c.n, z.v_dim);
     for (long i = 0; i < c.n; ++i)

@@ -29,6 +29,7 @@ for mask in ("window", "documents", "by head"):
         agrees(*inputs(70, 100), dtype, mask=Causal())
 for lengths in ((1, 9), (33, 1100)):
     test_native_score_range.test_products_that_are_exact(*lengths, 1e10)
+test_native_score_range.test_gradients_of_equal_keys(40, 300, 1e9)
 """
 
 

@@ -23,6 +23,7 @@ test-slow: $(STAMP)  ## the slow ones
 check: $(STAMP)  ## style, types, one-way imports, generated tables
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 	$(BIN)/mypy
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/python tools/make_docs.py --check

@@ -131,14 +131,14 @@ class Backward {
   int block;
 
   struct Memory {
-    word *k_transposed, *v_transposed, *k_rows;         // the key block, packed
-    word *q, *d_out, *q_panels, *d_out_panels;          // the query block: rows, and packed as right operands
+    word *k_transposed, *v_transposed, *k_rows;  // the key block, packed
+    word *q, *d_out, *q_panels, *d_out_panels;   // the query block: rows, and packed as right operands
     float *d_k, *d_v, *d_q, *lse, *low, *delta;
     Query *queries;
     WeightSink<Op> sink;
     TileScores<Op> scores;
     ColumnRanges ranges[kQueryBlock / kTileRows];
-    unsigned covered[kQueryBlock / kTileRows];          // panels that a group has written, a bit each
+    unsigned covered[kQueryBlock / kTileRows];  // panels that a group has written, a bit each
   };
 
   void take(Arrays &arrays, Memory &m) {
@@ -254,7 +254,8 @@ class Backward {
       if (f + kQueryBlock >= flat) continue;
       int64_t next = (f + kQueryBlock) / group_heads;
       head = kv_head * group_heads + (f + kQueryBlock) % group_heads;
-      fetch((const In *)x.q + batch * x.q_stride[0] + head * x.q_stride[1] + next * x.q_stride[2], x.k_dim * sizeof(In));
+      fetch((const In *)x.q + batch * x.q_stride[0] + head * x.q_stride[1] + next * x.q_stride[2],
+            x.k_dim * sizeof(In));
       fetch(grad.d_out + ((batch * x.q_heads + head) * x.q_len + next) * x.v_dim, x.v_dim * sizeof(float));
     }
   }
@@ -267,9 +268,17 @@ class Backward {
       fetch_rows(batch, kv_head, begin_row + r, count);
       m.sink.begin = r;
       m.covered[g] = 0;
-      BackwardTile tile = {m.d_out + r * o_row, nullptr, o_row, v_words, m.scores.s,
-                       x.dropout_p > 0 ? m.scores.kept : nullptr, x.softcap > 0 ? m.scores.slope : nullptr,
-                       m.lse + r, m.low + r, m.delta + r, nats};
+      BackwardTile tile = {m.d_out + r * o_row,
+                           nullptr,
+                           o_row,
+                           v_words,
+                           m.scores.s,
+                           x.dropout_p > 0 ? m.scores.kept : nullptr,
+                           x.softcap > 0 ? m.scores.slope : nullptr,
+                           m.lse + r,
+                           m.low + r,
+                           m.delta + r,
+                           nats};
       for (int n = 0; n < m.ranges[g].count; ++n) {
         ColumnRange range = m.ranges[g].range[n];
         for (int panel = range.begin / kBackwardWidth; panel * kBackwardWidth < range.end; ++panel) {
@@ -303,7 +312,8 @@ class Backward {
         for (int g = 0, end; g < groups; g = end + 1) {
           for (end = g; end < groups && (m.covered[end] & bit);) ++end;
           if (end == g) continue;
-          long begin = g * kTileRows, stop = end * kTileRows < rows ? end * kTileRows : rows, skip = begin / Op::per_word;
+          long begin = g * kTileRows, stop = end * kTileRows < rows ? end * kTileRows : rows,
+               skip = begin / Op::per_word;
           const word *right = panels + c / kPanel * (kQueryBlock / Op::per_word * kPanel) + skip * kPanel;
           product<Op, kAdd>({weights + skip * block + key, 1, block, right, kPanel, words_of<Op>(stop - begin),
                              sum + key * columns + c, columns, nullptr, 0},
@@ -321,8 +331,16 @@ class Backward {
         for (int n = 0; n < m.ranges[g].count; ++n) {
           ColumnRange range = m.ranges[g].range[n];
           long begin = range.begin / Op::per_word, words = words_of<Op>(range.cut) - begin;
-          Product p = {m.sink.ds_rows + r * stride + begin, stride, 1, m.k_rows + c / kPanel * panel + begin * kPanel,
-                       kPanel, words, m.d_q + r * k_columns + c, k_columns, nullptr, 0};
+          Product p = {m.sink.ds_rows + r * stride + begin,
+                       stride,
+                       1,
+                       m.k_rows + c / kPanel * panel + begin * kPanel,
+                       kPanel,
+                       words,
+                       m.d_q + r * k_columns + c,
+                       k_columns,
+                       nullptr,
+                       0};
           int units = (int)((k_columns - c < kPanel ? k_columns - c : kPanel) / kUnit);
           if (n == 0)
             product<Op, kZero>(p, count, units);

@@ -11,10 +11,10 @@ namespace {
 constexpr int kBackwardWidth = 48;  // columns of a tile: a multiple of 6 and of 16
 
 struct BackwardTile {
-  const word *d_out, *v;       // rows of dO; V^T, kBackwardWidth columns
+  const word *d_out, *v;  // rows of dO; V^T, kBackwardWidth columns
   long d_out_row, words;
-  const float *s;              // [6][kBackwardWidth] scores; times `nats` they are logits
-  const float *kept, *slope;   // dropout factors and derivatives of the cap, the same shape, or null
+  const float *s;                  // [6][kBackwardWidth] scores; times `nats` they are logits
+  const float *kept, *slope;       // dropout factors and derivatives of the cap, the same shape, or null
   const float *lse, *low, *delta;  // per row; lse is +inf for dead rows, low in base 2
   float nats;
 };
@@ -94,7 +94,8 @@ struct TileScores {
     int count = end - begin;
     for (int r = 0; r < rows; ++r) {
       int offset = r * kBackwardWidth + begin;
-      if (!only_scaled) shape(x, queries[r], s + offset, x.softcap > 0 ? slope + offset : nullptr, first + begin, count);
+      if (!only_scaled)
+        shape(x, queries[r], s + offset, x.softcap > 0 ? slope + offset : nullptr, first + begin, count);
       hide(x, queries[r], s + offset, first + begin, count);
       if (x.dropout_p == 0) continue;
       float factor = kept_factor(x);

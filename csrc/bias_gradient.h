@@ -138,15 +138,24 @@ class BiasGradient {
       find_ranges<kBackwardWidth>(ranges, x, group, m.queries + r, first, keys, is_sparse(x) ? &facts : nullptr);
       if (!ranges.count) continue;
       ColumnRange range = ranges.range[0];
-      m.scores.compute(x, m.queries + r, m.q + r * q_row, q_row, m.k_transposed, k_words, group.rows, first, range.begin,
-                       range.end);
+      m.scores.compute(x, m.queries + r, m.q + r * q_row, q_row, m.k_transposed, k_words, group.rows, first,
+                       range.begin, range.end);
       // without the cap's slope: the bias is added after it
-      BackwardTile tile = {m.d_out + r * o_row, m.v_transposed, o_row, v_words, m.scores.s,
-                       x.dropout_p > 0 ? m.scores.kept : nullptr, nullptr, m.lse + r, m.low + r, m.delta + r,
-                       nats_of(x)};
+      BackwardTile tile = {m.d_out + r * o_row,
+                           m.v_transposed,
+                           o_row,
+                           v_words,
+                           m.scores.s,
+                           x.dropout_p > 0 ? m.scores.kept : nullptr,
+                           nullptr,
+                           m.lse + r,
+                           m.low + r,
+                           m.delta + r,
+                           nats_of(x)};
       backward_tiles<Op>(tile, m.sink, group.rows, 0, range.begin, (range.end - range.begin) / kUnit);
       for (int i = 0; i < group.rows; ++i)
-        add(m.queries[r + i], first + range.begin, m.sink.ds + i * kBackwardWidth + range.begin, range.cut - range.begin);
+        add(m.queries[r + i], first + range.begin, m.sink.ds + i * kBackwardWidth + range.begin,
+            range.cut - range.begin);
     }
   }
 };

@@ -47,8 +47,8 @@ double difference(const std::vector<float> &got, const std::vector<float> &want)
 }
 
 enum Kind { kFull, kCausal, kWindow, kPrefix, kKeep, kSegments, kMask, kBias, kRelative, kSoftcap, kDropout, kKinds };
-const char *const names[kKinds] = {"full", "causal", "window", "prefix", "keep", "segments", "mask", "bias", "relative",
-                                   "softcap", "dropout"};
+const char *const names[kKinds] = {"full", "causal", "window",   "prefix",  "keep",   "segments",
+                                   "mask", "bias",   "relative", "softcap", "dropout"};
 
 double compare(Kind kind, bool low_precision) {
   const int sizes[] = {1, 2, 5, 7, 16, 17, 33, 64, 65, 130}, dims[] = {1, 3, 8, 16, 17, 33, 64, 80};
@@ -56,9 +56,11 @@ double compare(Kind kind, bool low_precision) {
   int64_t q_len = sizes[pick(10)], k_len = sizes[pick(10)], k_dim = dims[pick(8)], v_dim = dims[pick(8)];
   int64_t rows = batch * heads * q_len;
   std::vector<float> q = numbers(rows * k_dim), k = numbers(batch * kv_heads * k_len * k_dim);
-  std::vector<float> v = numbers(batch * kv_heads * k_len * v_dim), d_out = numbers(rows * v_dim), d_lse = numbers(rows);
+  std::vector<float> v = numbers(batch * kv_heads * k_len * v_dim), d_out = numbers(rows * v_dim),
+                     d_lse = numbers(rows);
   std::vector<uint16_t> q_low = halves(q), k_low = halves(k), v_low = halves(v);
-  std::vector<int64_t> start(batch, k_len - q_len), prefix(batch, k_len / 2), q_segment(batch * q_len), k_segment(batch * k_len);
+  std::vector<int64_t> start(batch, k_len - q_len), prefix(batch, k_len / 2), q_segment(batch * q_len),
+      k_segment(batch * k_len);
   std::vector<uint8_t> keep(batch * k_len), mask(heads * q_len * k_len);
   std::vector<float> bias = numbers(heads * q_len * k_len), relative = numbers(heads * (q_len + k_len));
   for (uint8_t &x : keep) x = pick(3) > 0;

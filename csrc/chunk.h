@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kChunkTokens = 32;         // tokens; a decay per channel takes half, whose products fit in registers
+constexpr int kChunkTokens = 32;  // tokens; a decay per channel takes half, whose products fit in registers
 constexpr int kChannelChunkTokens = 16;
 static_assert(kChannelChunkTokens == kUnit, "a chunk of channel decays is one unit of rows");
 
@@ -23,7 +23,7 @@ struct Chunk {
   float *total;            // [wide]: F_n, for each channel
   float *decay;            // [C][wide] a_t per channel, or [C] a_t
   float *pairs;            // [2 C][C]: k_i . k_j D_ij for j < i, and P; else 0
-  float *pair_decay;            // [C][C]: D_ij for j <= i; a decay per channel has none
+  float *pair_decay;       // [C][C]: D_ij for j <= i; a decay per channel has none
   float *fade, *end;       // [C]: F_i, E_j of a decay per head
   float *beta;             // [C]
   Panels residue, update;  // [C]: v - (F k) S, and U
@@ -240,14 +240,14 @@ REGARD_INLINE void channel_columns(const Sizes &z, const Chunk &c, const float *
 // `columns` is memory for [2][wide][16], `running` for [wide + 32][16].
 REGARD_INLINE void channel_pair_products(const Sizes &z, Chunk &c, float *columns, float *running) {
   for (int half = 0; half < 2; ++half)
-    pack_transposed<float, Float32>((word *)columns + half * z.wide * kUnit, c.rows + half * z.size * z.wide, z.wide, kUnit,
-                                    z.k_dim, kUnit);
+    pack_transposed<float, Float32>((word *)columns + half * z.wide * kUnit, c.rows + half * z.size * z.wide, z.wide,
+                                    kUnit, z.k_dim, kUnit);
   float *out = running + z.wide * kUnit;
   channel_columns<true>(z, c, columns, running, out);
   channel_columns<false>(z, c, columns, running, out);
   for (int half = 0; half < 2; ++half)
-    pack_transposed<float, Float32>((word *)c.pairs + half * kUnit * kUnit, out + half * kUnit * kUnit, kUnit, kUnit, kUnit,
-                                    kUnit);
+    pack_transposed<float, Float32>((word *)c.pairs + half * kUnit * kUnit, out + half * kUnit * kUnit, kUnit, kUnit,
+                                    kUnit, kUnit);
   for (long i = 0; i < kUnit; ++i) c.pairs[i * kUnit + i] = 0;
 }
 
@@ -263,7 +263,8 @@ REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const 
       float *at = m.at(begin, column), *to = u.at(0, column);
       const float *weights = c.pairs, *less = backward ? nullptr : s->at(begin, column);
       vf x[kUnit];
-      each<kUnit>(REGARD_EACH { x[i] = backward ? load(at + i * kPanel) : load(at + i * kPanel) - load(less + i * kPanel); });
+      each<kUnit>(
+          REGARD_EACH { x[i] = backward ? load(at + i * kPanel) : load(at + i * kPanel) - load(less + i * kPanel); });
       for (long j = backward ? begin + kUnit : 0; j < (backward ? rows : begin); ++j) {
         vf done = load(to + j * kPanel);
         each<kUnit>(REGARD_EACH {
@@ -277,7 +278,8 @@ REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const 
         store(to + (begin + r) * kPanel, done);
         each<kUnit>(REGARD_EACH {
           if (backward ? i < r : i > r)
-            x[i] -= done * (backward ? weights[(begin + r) * z.size + begin + i] : weights[(begin + i) * z.size + begin + r]);
+            x[i] -= done *
+                    (backward ? weights[(begin + r) * z.size + begin + i] : weights[(begin + i) * z.size + begin + r]);
         });
       });
     }
@@ -286,12 +288,14 @@ REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const 
 // Rows of values, 0 from row n on.
 template <class In>
 REGARD_INLINE void read_values(const Sizes &z, const Panels &to, long n, long rows, const In *v, long step) {
-  Rows<In, Float32>::pack((word *)to.p, to.rows * kPanel, rows, z.v_dim, [&](long i) { return i < n ? v + i * step : nullptr; });
+  Rows<In, Float32>::pack((word *)to.p, to.rows * kPanel, rows, z.v_dim,
+                          [&](long i) { return i < n ? v + i * step : nullptr; });
 }
 
 // What a chunk is made of, but for what it reads from the state. `scratch` is for [2][wide][16] and [wide + 32][16].
 template <class In>
-REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, long first, long n, float scale, float *scratch) {
+REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, long first, long n, float scale,
+                               float *scratch) {
   c.n = n;
   read_rows(z, c, head, first, scale);
   if (z.channel) {
@@ -311,9 +315,9 @@ template <class In>
 struct Ahead {
   const Sizes &z;
   const Head<In> &head;
-  const char *out;    // the first row to write; rows are out_step bytes apart
+  const char *out;  // the first row to write; rows are out_step bytes apart
   long out_step, out_bytes;
-  long read, last;    // the rows to read: the next one, and where they end
+  long read, last;  // the rows to read: the next one, and where they end
   long wrote, writes;
 
   REGARD_INLINE void some() {
@@ -350,7 +354,8 @@ REGARD_INLINE void carry(const Sizes &z, const Chunk &c, const Panels &state, Be
 
 // Between rows `step` apart in memory and panels; missing rows (null) are zeros.
 REGARD_INLINE void read_state(const Sizes &z, const Panels &to, const float *from, long step) {
-  Rows<float, Float32>::pack((word *)to.p, to.rows * kPanel, z.k_dim, z.v_dim, [&](long r) { return from ? from + r * step : nullptr; });
+  Rows<float, Float32>::pack((word *)to.p, to.rows * kPanel, z.k_dim, z.v_dim,
+                             [&](long r) { return from ? from + r * step : nullptr; });
 }
 REGARD_INLINE void write_rows(float *to, long step, const Panels &from, long first, long rows, long columns) {
   for (long r = 0; r < rows; ++r)

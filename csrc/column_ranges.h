@@ -76,8 +76,8 @@ struct PanelFacts {
 
 // The ranges of a group in the block of `keys` keys at slot `first`; `facts` is null where panels cannot be ruled out.
 template <int width>
-REGARD_INLINE void find_ranges(ColumnRanges &ranges, const Call &x, const Group &group, const Query *queries, int64_t first,
-                             int keys, const PanelFacts<width> *facts) {
+REGARD_INLINE void find_ranges(ColumnRanges &ranges, const Call &x, const Group &group, const Query *queries,
+                               int64_t first, int keys, const PanelFacts<width> *facts) {
   ranges.count = 0;
   int prefix = (int)clamp(group.hull.prefix - first, 0, keys);
   int low = (int)clamp(group.hull.low - first, 0, keys), high = (int)clamp(group.hull.high - first, 0, keys);

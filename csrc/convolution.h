@@ -29,8 +29,8 @@ constexpr int kTapGroup = 4;  // taps whose rows are read together
 
 // y = bias, or y where there is none, plus N rows times their weights, in the order of the tokens.
 template <int N>
-REGARD_INLINE void add_taps(float *y, const float *bias, bool fresh, const float *const *rows, const float *const *weights,
-                            long columns) {
+REGARD_INLINE void add_taps(float *y, const float *bias, bool fresh, const float *const *rows,
+                            const float *const *weights, long columns) {
   for (long c = 0; c < columns; c += kLanes) {
     long count = columns - c;
     vf sum = !fresh ? load_some(y + c, count) : bias ? load_some(bias + c, count) : vf{};

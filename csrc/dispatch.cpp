@@ -80,7 +80,8 @@ const Set *chosen() {
 int refused(const regard_attention &a) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   if (a.dtype != REGARD_F32 && a.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
-  if (a.batch < 1 || a.q_heads < 1 || a.kv_heads < 1 || a.q_len < 1 || a.k_len < 1 || a.k_dim < 1 || a.v_dim < 1) return REGARD_BAD_SIZE;
+  if (a.batch < 1 || a.q_heads < 1 || a.kv_heads < 1 || a.q_len < 1 || a.k_len < 1 || a.k_dim < 1 || a.v_dim < 1)
+    return REGARD_BAD_SIZE;
   if (a.q_heads % a.kv_heads) return REGARD_BAD_SIZE;
   return REGARD_OK;
 }
@@ -109,7 +110,8 @@ int has_room(const void *buffer, int64_t size, int64_t needed) {
 int refused(const regard_recurrence &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   if (x.dtype != REGARD_F32 && x.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
-  if (x.batch < 1 || x.key_heads < 1 || x.heads < 1 || x.tokens < 1 || x.k_dim < 1 || x.v_dim < 1) return REGARD_BAD_SIZE;
+  if (x.batch < 1 || x.key_heads < 1 || x.heads < 1 || x.tokens < 1 || x.k_dim < 1 || x.v_dim < 1)
+    return REGARD_BAD_SIZE;
   if (x.heads % x.key_heads) return REGARD_BAD_SIZE;
   const int64_t every = chosen()->kernels->recurrence_every(x.k_dim, x.v_dim);
   return has_room(x.kept, x.kept_size, x.batch * x.heads * stretches(x.tokens, every) * x.k_dim * x.v_dim);

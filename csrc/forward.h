@@ -16,7 +16,7 @@ struct Softmax {
   float *scores;  // [kTileRows][stride]
   bf16 *halves;   // the same shape
   long stride;
-  float scale;    // from differences of scores to base-2 logits
+  float scale;  // from differences of scores to base-2 logits
 
   REGARD_INLINE void weights(const Call &x, const Query *queries, int rows, const ColumnRanges &ranges, int64_t first,
                              float *top, float *sum, float *rescale) const {
@@ -118,7 +118,8 @@ constexpr int64_t kSplitKeys = 4096;  // ... of so many keys: or one head's few 
 template <class In, class Op>
 class Forward {
  public:
-  explicit Forward(const Call &call) : x(call), group_heads(call.q_heads / call.kv_heads), only_scaled(is_only_scaled(call)) {
+  explicit Forward(const Call &call)
+      : x(call), group_heads(call.q_heads / call.kv_heads), only_scaled(is_only_scaled(call)) {
     k_words = words_of<Op>(x.k_dim);
     q_words = round_up(k_words, kLanes);
     columns = round_up(x.v_dim, kUnit);
@@ -177,9 +178,10 @@ class Forward {
       int64_t pair = n / flat;
       long row = n % flat;
       Query q = query_of(x, pair / x.kv_heads, pair % x.kv_heads * group_heads + row % group_heads, row / group_heads);
-      merge_row<In>(x, q, splits, columns, part(pair, 0, row), [&](int64_t s) { return part(pair, s, row); },
-                    [&](int64_t s) { return part(pair, s, row)[columns]; },
-                    [&](int64_t s) { return part(pair, s, row)[columns + 1]; });
+      merge_row<In>(
+          x, q, splits, columns, part(pair, 0, row), [&](int64_t s) { return part(pair, s, row); },
+          [&](int64_t s) { return part(pair, s, row)[columns]; },
+          [&](int64_t s) { return part(pair, s, row)[columns + 1]; });
     }
   }
 
@@ -315,8 +317,8 @@ class Forward {
       for (long c = 0; c < columns; c += kPanel) {
         int units = (int)((columns - c < kPanel ? columns - c : kPanel) / kUnit);
         const word *v = m.v + c / kPanel * panel_words + begin * kPanel;
-        Product p = {weights + begin, stride,  1, v, kPanel, words, m.out + group.begin * columns + c, columns,
-                     rescale, 0};
+        Product p = {weights + begin, stride,  1, v, kPanel, words, m.out + group.begin * columns + c,
+                     columns,         rescale, 0};
         if (n > 0)
           product<Op, kAdd>(p, group.rows, units);
         else if (group.started)

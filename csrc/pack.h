@@ -127,9 +127,8 @@ template <int stage = 1>
 REGARD_INLINE void transpose(vf (&x)[kLanes]) {
   if constexpr (stage < kLanes) {
     vf y[kLanes];
-    each<kLanes>(REGARD_EACH {
-      y[i] = __builtin_shuffle(x[i / 2], x[i / 2 + kLanes / 2], i % 2 ? kHighHalves : kLowHalves);
-    });
+    each<kLanes>(
+        REGARD_EACH { y[i] = __builtin_shuffle(x[i / 2], x[i / 2 + kLanes / 2], i % 2 ? kHighHalves : kLowHalves); });
     transpose<2 * stage>(y);
     each<kLanes>(REGARD_EACH { x[i] = y[i]; });
   }

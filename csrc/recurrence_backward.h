@@ -42,14 +42,14 @@ class RecurrenceBackward {
     Chunk chunks[kMaxChunks];
     Panels states[kMaxChunks];  // before each chunk of a stretch
     Panels d_state, y, dm, read;
-    float *d_fading;    // [2 C][wide]
-    float *d_ending;    // [C][wide]
-    float *d_rows;      // [2 C][wide]: of k and q (scaled)
-    float *row_part;    // [2 C][wide], channel decays: what rows i get from pairs, k then q
-    float *column_part; // [C][wide]: what columns j get from pairs
-    float *d_pairs;     // [2 C][C]
-    float *left;        // [C][2 C]
-    float *transposed;  // [Dv][max(wide, C)]
+    float *d_fading;     // [2 C][wide]
+    float *d_ending;     // [C][wide]
+    float *d_rows;       // [2 C][wide]: of k and q (scaled)
+    float *row_part;     // [2 C][wide], channel decays: what rows i get from pairs, k then q
+    float *column_part;  // [C][wide]: what columns j get from pairs
+    float *d_pairs;      // [2 C][C]
+    float *left;         // [C][2 C]
+    float *transposed;   // [Dv][max(wide, C)]
     float *scratch;
   };
 
@@ -101,7 +101,8 @@ class RecurrenceBackward {
   void again(Memory &m, long n, long used, const Head<In> &head, long first, long end) {
     Chunk &c = m.chunks[n];
     begin_chunk(z, c, head, first, end - first < z.size ? end - first : z.size, x.scale, m.scratch);
-    if (z.delta) multiply_panels<kZero>(m.read, 0, c.fading, z.wide, 1, m.states[n], x.k_dim, round_up(c.n, kUnit), x.v_dim);
+    if (z.delta)
+      multiply_panels<kZero>(m.read, 0, c.fading, z.wide, 1, m.states[n], x.k_dim, round_up(c.n, kUnit), x.v_dim);
     correct(z, c, head, first, m.read);
     if (n + 1 == used) return;
     memcpy(m.states[n + 1].p, m.states[n].p, panels_size(x.k_dim, x.v_dim) * sizeof(float));

@@ -23,14 +23,17 @@ test-slow: $(STAMP)  ## the slow ones
 check: $(STAMP)  ## style, types, one-way imports, generated tables
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
 	$(BIN)/mypy
 	$(BIN)/python tools/check_imports.py
 	$(BIN)/python tools/make_docs.py --check
 
 check-native: $(STAMP)  ## the kernels under address and undefined-behaviour sanitizers
 	$(PIP) cmake ninja
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DREGARD_SANITIZE=address,undefined
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/sanitize -G Ninja -DREGARD_SANITIZE=address,undefined \
+		-DREGARD_CHECK_SETS=ON
 	$(BIN)/cmake --build build/sanitize
+	REGARD_ISA=portable ASAN_OPTIONS=detect_leaks=0 build/sanitize/check_sets
 	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native*.py
 
@@ -41,10 +44,11 @@ ifeq ($(shell command -v $(NEON_CXX)),)
 else
 	$(PIP) cmake ninja
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/neon -G Ninja -DCMAKE_SYSTEM_NAME=Linux \
-		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(NEON_CXX) -DREGARD_CHECKED_SET=aarch64
+		-DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(NEON_CXX) -DREGARD_CHECK_SETS=ON
 	$(BIN)/cmake --build build/neon
 	@if command -v qemu-aarch64 > /dev/null; \
-	then qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/check_sets; \
+	then for isa in portable aarch64; do \
+		REGARD_ISA=$$isa qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/check_sets || exit 1; done; \
 	else echo "check-neon: compiled, not run (there is no qemu-aarch64; on Debian: qemu-user)"; fi
 endif
 

@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int kChunk = 32;         // tokens; a decay per channel takes half, whose products fit in registers
-constexpr int kChannelChunk = 16;
-static_assert(kChannelChunk == kUnit, "a chunk of channel decays is one unit of rows");
+constexpr int kChunkTokens = 32;  // tokens; a decay per channel takes half, whose products fit in registers
+constexpr int kChannelChunkTokens = 16;
+static_assert(kChannelChunkTokens == kUnit, "a chunk of channel decays is one unit of rows");
 
 // The memory of a chunk. Rows of q stand below those of k, each `wide` floats, 0 behind the head's own.
 struct Chunk {
@@ -23,7 +23,7 @@ struct Chunk {
   float *total;            // [wide]: F_n, for each channel
   float *decay;            // [C][wide] a_t per channel, or [C] a_t
   float *pairs;            // [2 C][C]: k_i . k_j D_ij for j < i, and P; else 0
-  float *reach;            // [C][C]: D_ij for j <= i; a decay per channel has none
+  float *pair_decay;       // [C][C]: D_ij for j <= i; a decay per channel has none
   float *fade, *end;       // [C]: F_i, E_j of a decay per head
   float *beta;             // [C]
   Panels residue, update;  // [C]: v - (F k) S, and U
@@ -35,7 +35,7 @@ struct Sizes {
 
   explicit Sizes(const regard_recurrence &x, long columns)
       : k_dim(x.k_dim), v_dim(columns), wide(round_up(x.k_dim, kUnit) + kUnit),
-        size(x.channel ? kChannelChunk : kChunk), delta(x.beta != nullptr), channel(x.channel != 0),
+        size(x.channel ? kChannelChunkTokens : kChunkTokens), delta(x.beta != nullptr), channel(x.channel != 0),
         decays(x.log_decay != nullptr || x.starts != nullptr) {}
 
   void take(Arrays &arrays, Chunk &chunk) const {
@@ -45,7 +45,7 @@ struct Sizes {
     arrays.take(chunk.total, wide);
     arrays.take(chunk.decay, channel ? size * wide : size);
     arrays.take(chunk.pairs, 2 * size * size);
-    arrays.take(chunk.reach, size * size);
+    arrays.take(chunk.pair_decay, size * size);
     arrays.take(chunk.fade, size);
     arrays.take(chunk.end, size);
     arrays.take(chunk.beta, size);
@@ -79,7 +79,7 @@ struct Head {
   REGARD_INLINE bool opens(long first, long n) const { return starts && memchr(starts + first, 1, n); }
 };
 
-// e^x for x <= 0 to the last bit or so, exactly 1 at 0: decays compound over thousands of tokens. 0 at -inf, NaN at NaN.
+// e^x for x <= 0 to the last bit or so, exactly 1 at 0: decays compound over many tokens. 0 at -inf, NaN at NaN.
 REGARD_INLINE vf decay_exp(vf x) {
   x = vmax(splat(-150.0f), x);
   vf n = x * kLog2e;
@@ -123,7 +123,7 @@ void read_rows(const Sizes &z, Chunk &c, const Head<In> &head, long first, float
 // a_t, and everything that products of them give, for a decay per head (or none).
 template <class In>
 void read_decay(const Sizes &z, Chunk &c, const Head<In> &head, long first) {
-  float now[kChunk], sums[kChunk], sum = 0;
+  float now[kChunkTokens], sums[kChunkTokens], sum = 0;
   for (long i = 0; i < z.size; ++i) {
     bool opens = head.starts && i < c.n && head.starts[first + i];
     now[i] = opens ? -INFINITY : head.log_decay && i < c.n ? head.log_decay[(first + i) * head.decay_step] : 0.0f;
@@ -134,15 +134,15 @@ void read_decay(const Sizes &z, Chunk &c, const Head<In> &head, long first) {
     store(c.fade + i, decay_exp(load(sums + i)));
   }
   // a row's sums are those of the row before and its own decay: no difference of long sums loses digits
-  vf logs[kChunk / kLanes] = {};
+  vf logs[kChunkTokens / kLanes] = {};
   for (long i = 0; i < z.size; ++i)
     for (long j = 0; j < z.size; j += kLanes) {
       vi late = lane_numbers() + (int32_t)j;
       vf &log = logs[j / kLanes];
       log = late < (int32_t)i ? log + now[i] : vf{};
-      store(c.reach + i * z.size + j, j > i ? vf{} : late <= (int32_t)i ? decay_exp(log) : vf{});
+      store(c.pair_decay + i * z.size + j, j > i ? vf{} : late <= (int32_t)i ? decay_exp(log) : vf{});
     }
-  memcpy(c.end, c.reach + (z.size - 1) * z.size, z.size * sizeof(float));
+  memcpy(c.end, c.pair_decay + (z.size - 1) * z.size, z.size * sizeof(float));
   for (long i = 0; i < z.size; ++i)
     for (long d = 0; d < z.wide - kUnit; d += kLanes) {
       long key = i * z.wide + d, query = (z.size + i) * z.wide + d;
@@ -199,7 +199,7 @@ REGARD_INLINE void pair_products(const Sizes &z, Chunk &c, float *columns) {
     for (long i = 0; i < units * kUnit; ++i) {
       float *row = c.pairs + (half + i) * z.size;
       for (long j = 0; j < z.size; j += kLanes)
-        store(row + j, j <= i && i < c.n ? load(row + j) * load(c.reach + i * z.size + j) : vf{});
+        store(row + j, j <= i && i < c.n ? load(row + j) * load(c.pair_decay + i * z.size + j) : vf{});
       if (!half) row[i] = 0;
     }
 }
@@ -240,21 +240,21 @@ REGARD_INLINE void channel_columns(const Sizes &z, const Chunk &c, const float *
 // `columns` is memory for [2][wide][16], `running` for [wide + 32][16].
 REGARD_INLINE void channel_pair_products(const Sizes &z, Chunk &c, float *columns, float *running) {
   for (int half = 0; half < 2; ++half)
-    pack_transposed<float, Float32>((word *)columns + half * z.wide * kUnit, c.rows + half * z.size * z.wide, z.wide, kUnit,
-                                    z.k_dim, kUnit);
+    pack_transposed<float, Float32>((word *)columns + half * z.wide * kUnit, c.rows + half * z.size * z.wide, z.wide,
+                                    kUnit, z.k_dim, kUnit);
   float *out = running + z.wide * kUnit;
   channel_columns<true>(z, c, columns, running, out);
   channel_columns<false>(z, c, columns, running, out);
   for (int half = 0; half < 2; ++half)
-    pack_transposed<float, Float32>((word *)c.pairs + half * kUnit * kUnit, out + half * kUnit * kUnit, kUnit, kUnit, kUnit,
-                                    kUnit);
+    pack_transposed<float, Float32>((word *)c.pairs + half * kUnit * kUnit, out + half * kUnit * kUnit, kUnit, kUnit,
+                                    kUnit, kUnit);
   for (long i = 0; i < kUnit; ++i) c.pairs[i * kUnit + i] = 0;
 }
 
-// ---- the correction --------------------------------------------------------------------------------------------------
+// ---- the correction -------------------------------------------------------------------------------------------------
 
 // Forward: m_i = r_i - s_i - sum_{j<i} L_ij u_j and u_i = beta_i m_i, r read from `m` and m put in its place.
-// Backward: m_i = r_i - sum_{j>i} L_ji u_j. `rows` is a multiple of 16, L is c.pairs with zeros on and above its diagonal.
+// Backward: m_i = r_i - sum_{j>i} L_ji u_j. `rows` is a multiple of 16, L is c.pairs, 0 on and above its diagonal.
 template <bool backward>
 REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const Panels &u, long rows, const Panels *s) {
   for (long column = 0; column < round_up(z.v_dim, kUnit); column += kLanes)
@@ -263,7 +263,8 @@ REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const 
       float *at = m.at(begin, column), *to = u.at(0, column);
       const float *weights = c.pairs, *less = backward ? nullptr : s->at(begin, column);
       vf x[kUnit];
-      each<kUnit>(REGARD_EACH { x[i] = backward ? load(at + i * kPanel) : load(at + i * kPanel) - load(less + i * kPanel); });
+      each<kUnit>(
+          REGARD_EACH { x[i] = backward ? load(at + i * kPanel) : load(at + i * kPanel) - load(less + i * kPanel); });
       for (long j = backward ? begin + kUnit : 0; j < (backward ? rows : begin); ++j) {
         vf done = load(to + j * kPanel);
         each<kUnit>(REGARD_EACH {
@@ -277,7 +278,8 @@ REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const 
         store(to + (begin + r) * kPanel, done);
         each<kUnit>(REGARD_EACH {
           if (backward ? i < r : i > r)
-            x[i] -= done * (backward ? weights[(begin + r) * z.size + begin + i] : weights[(begin + i) * z.size + begin + r]);
+            x[i] -= done *
+                    (backward ? weights[(begin + r) * z.size + begin + i] : weights[(begin + i) * z.size + begin + r]);
         });
       });
     }
@@ -286,12 +288,14 @@ REGARD_INLINE void solve(const Sizes &z, const Chunk &c, const Panels &m, const 
 // Rows of values, 0 from row n on.
 template <class In>
 REGARD_INLINE void read_values(const Sizes &z, const Panels &to, long n, long rows, const In *v, long step) {
-  Rows<In, Float32>::pack((word *)to.p, to.rows * kPanel, rows, z.v_dim, [&](long i) { return i < n ? v + i * step : nullptr; });
+  Rows<In, Float32>::pack((word *)to.p, to.rows * kPanel, rows, z.v_dim,
+                          [&](long i) { return i < n ? v + i * step : nullptr; });
 }
 
 // What a chunk is made of, but for what it reads from the state. `scratch` is for [2][wide][16] and [wide + 32][16].
 template <class In>
-REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, long first, long n, float scale, float *scratch) {
+REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, long first, long n, float scale,
+                               float *scratch) {
   c.n = n;
   read_rows(z, c, head, first, scale);
   if (z.channel) {
@@ -303,7 +307,7 @@ REGARD_INLINE void begin_chunk(const Sizes &z, Chunk &c, const Head<In> &head, l
   }
   for (long i = 0; i < z.size; ++i) c.beta[i] = head.beta && i < n ? head.beta[(first + i) * head.beta_step] : 0.0f;
 }
-REGARD_INLINE long chunk_scratch(const Sizes &z) { return z.wide * 2 * kChunk + (z.wide + 2 * kUnit) * kUnit; }
+REGARD_INLINE long chunk_scratch(const Sizes &z) { return z.wide * 2 * kChunkTokens + (z.wide + 2 * kUnit) * kUnit; }
 
 // Asks for the rows that the next chunk will read, and for those that this one will write, some at a time: a core can
 // wait for a few lines of memory without stopping.
@@ -311,9 +315,9 @@ template <class In>
 struct Ahead {
   const Sizes &z;
   const Head<In> &head;
-  const char *out;    // the first row to write; rows are out_step bytes apart
+  const char *out;  // the first row to write; rows are out_step bytes apart
   long out_step, out_bytes;
-  long read, last;    // the rows to read: the next one, and where they end
+  long read, last;  // the rows to read: the next one, and where they end
   long wrote, writes;
 
   REGARD_INLINE void some() {
@@ -346,11 +350,12 @@ REGARD_INLINE void carry(const Sizes &z, const Chunk &c, const Panels &state, Be
   multiply_panels<kScaled>(state, 0, c.ending, 1, z.wide, c.update, c.n, z.k_dim, z.v_dim, c.total, false, between);
 }
 
-// ---- states ----------------------------------------------------------------------------------------------------------
+// ---- states ---------------------------------------------------------------------------------------------------------
 
 // Between rows `step` apart in memory and panels; missing rows (null) are zeros.
 REGARD_INLINE void read_state(const Sizes &z, const Panels &to, const float *from, long step) {
-  Rows<float, Float32>::pack((word *)to.p, to.rows * kPanel, z.k_dim, z.v_dim, [&](long r) { return from ? from + r * step : nullptr; });
+  Rows<float, Float32>::pack((word *)to.p, to.rows * kPanel, z.k_dim, z.v_dim,
+                             [&](long r) { return from ? from + r * step : nullptr; });
 }
 REGARD_INLINE void write_rows(float *to, long step, const Panels &from, long first, long rows, long columns) {
   for (long r = 0; r < rows; ++r)

@@ -7,46 +7,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "states.h"
-
-namespace {
-
-using Forward = int (*)(const regard_attention *);
-using Backward = int (*)(const regard_attention *, const regard_attention_grad *);
-using MultiplyAdds = double (*)(int32_t, int64_t);
-
-struct Set {
-  const char *name;
-  bool (*runs)();
-  Forward forward;
-  Backward backward;
-  MultiplyAdds multiply_adds;
-  const regard_state_kernels *states;
-};
-
-}  // namespace
-
-#define REGARD_DECLARE(set)                                 \
-  extern "C" int regard_forward_##set(const regard_attention *); \
-  extern "C" int regard_backward_##set(const regard_attention *, const regard_attention_grad *); \
-  extern "C" double regard_multiply_adds_##set(int32_t, int64_t); \
-  extern "C" const regard_state_kernels regard_states_##set;
-#define REGARD_ENTRY(set, name, runs) \
-  {name, runs, regard_forward_##set, regard_backward_##set, regard_multiply_adds_##set, &regard_states_##set}
-
-REGARD_DECLARE(portable)
-#ifdef REGARD_HAS_v3
-REGARD_DECLARE(v3)
-#endif
-#ifdef REGARD_HAS_v4
-REGARD_DECLARE(v4)
-#endif
-#ifdef REGARD_HAS_v4_bf16
-REGARD_DECLARE(v4_bf16)
-#endif
-#ifdef REGARD_HAS_aarch64
-REGARD_DECLARE(aarch64)
-#endif
+#include "kernels.h"
 
 namespace {
 
@@ -64,36 +25,48 @@ bool has_v4() {
 bool has_v4_bf16() { return has_v4() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-// Every set by rising power. A name stands here even where its kernels were not compiled, so that a cap can name it.
-const Set sets[] = {
-    REGARD_ENTRY(portable, "portable", always),
+}  // namespace
+
+// Every instruction set of the machine's kind by rising power: SET(its name in CMakeLists.txt, its name for REGARD_ISA,
+// whether this machine runs it).
 #if defined(__x86_64__)
-#ifdef REGARD_HAS_v3
-    REGARD_ENTRY(v3, "x86-64-v3", has_v3),
+#define REGARD_SETS(SET)            \
+  SET(portable, "portable", always) \
+  SET(v3, "x86-64-v3", has_v3)      \
+  SET(v4, "x86-64-v4", has_v4)      \
+  SET(v4_bf16, "x86-64-v4+bf16", has_v4_bf16)
+#elif defined(__aarch64__)
+#define REGARD_SETS(SET)            \
+  SET(portable, "portable", always) \
+  SET(aarch64, "aarch64", always)
 #else
-    {"x86-64-v3", has_v3, nullptr, nullptr, nullptr, nullptr},
+#define REGARD_SETS(SET) SET(portable, "portable", always)
 #endif
-#ifdef REGARD_HAS_v4
-    REGARD_ENTRY(v4, "x86-64-v4", has_v4),
-#else
-    {"x86-64-v4", has_v4, nullptr, nullptr, nullptr, nullptr},
-#endif
-#ifdef REGARD_HAS_v4_bf16
-    REGARD_ENTRY(v4_bf16, "x86-64-v4+bf16", has_v4_bf16),
-#else
-    {"x86-64-v4+bf16", has_v4_bf16, nullptr, nullptr, nullptr, nullptr},
-#endif
-#elif defined(REGARD_HAS_aarch64)
-    REGARD_ENTRY(aarch64, "aarch64", always),
-#endif
+
+#define REGARD_DECLARE(set, name, runs) \
+  namespace regard::set {               \
+  extern const Kernels kernels;         \
+  }
+REGARD_SETS(REGARD_DECLARE)
+
+namespace {
+
+struct Set {
+  const char *name;
+  bool (*runs)();
+  const regard::Kernels *kernels;  // null where the compiler could not build them; the name still caps the others
 };
+
+// CMake defines REGARD_HAS_<set> as 1 or 0.
+#define REGARD_ENTRY(set, name, runs) {name, runs, REGARD_HAS_##set ? &regard::set::kernels : nullptr},
+const Set sets[] = {REGARD_SETS(REGARD_ENTRY)};
 
 // The most powerful set that this machine runs, no higher than REGARD_ISA says; null where that names none.
 const Set *choose() {
   const char *cap = getenv("REGARD_ISA");
   const Set *best = nullptr;
   for (const Set &set : sets) {
-    if (set.forward && set.runs()) best = &set;
+    if (set.kernels && set.runs()) best = &set;
     if (cap && *cap && strcmp(cap, set.name) == 0) return best;
   }
   return cap && *cap ? nullptr : best;
@@ -107,7 +80,8 @@ const Set *chosen() {
 int refused(const regard_attention &a) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   if (a.dtype != REGARD_F32 && a.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
-  if (a.batch < 1 || a.q_heads < 1 || a.kv_heads < 1 || a.q_len < 1 || a.k_len < 1 || a.k_dim < 1 || a.v_dim < 1) return REGARD_BAD_SIZE;
+  if (a.batch < 1 || a.q_heads < 1 || a.kv_heads < 1 || a.q_len < 1 || a.k_len < 1 || a.k_dim < 1 || a.v_dim < 1)
+    return REGARD_BAD_SIZE;
   if (a.q_heads % a.kv_heads) return REGARD_BAD_SIZE;
   return REGARD_OK;
 }
@@ -118,12 +92,12 @@ int refused(const regard_attention &a) {
 
 REGARD_EXPORT int regard_attention_forward(const regard_attention *call) {
   const int status = refused(*call);
-  return status ? status : chosen()->forward(call);
+  return status ? status : chosen()->kernels->attention_forward(call);
 }
 
 REGARD_EXPORT int regard_attention_backward(const regard_attention *call, const regard_attention_grad *grad) {
   const int status = refused(*call);
-  return status ? status : chosen()->backward(call, grad);
+  return status ? status : chosen()->kernels->attention_backward(call, grad);
 }
 
 namespace {
@@ -136,9 +110,10 @@ int has_room(const void *buffer, int64_t size, int64_t needed) {
 int refused(const regard_recurrence &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   if (x.dtype != REGARD_F32 && x.dtype != REGARD_BF16) return REGARD_BAD_DTYPE;
-  if (x.batch < 1 || x.key_heads < 1 || x.heads < 1 || x.tokens < 1 || x.k_dim < 1 || x.v_dim < 1) return REGARD_BAD_SIZE;
+  if (x.batch < 1 || x.key_heads < 1 || x.heads < 1 || x.tokens < 1 || x.k_dim < 1 || x.v_dim < 1)
+    return REGARD_BAD_SIZE;
   if (x.heads % x.key_heads) return REGARD_BAD_SIZE;
-  const int64_t every = chosen()->states->recurrence_every(x.k_dim, x.v_dim);
+  const int64_t every = chosen()->kernels->recurrence_every(x.k_dim, x.v_dim);
   return has_room(x.kept, x.kept_size, x.batch * x.heads * stretches(x.tokens, every) * x.k_dim * x.v_dim);
 }
 int refused(const regard_scan &x) {
@@ -152,57 +127,57 @@ int refused(const regard_conv &x) {
 int refused(const regard_selective &x) {
   if (!chosen()) return REGARD_UNKNOWN_ISA;
   if (x.batch < 1 || x.tokens < 1 || x.width < 1 || x.states < 1) return REGARD_BAD_SIZE;
-  const int64_t every = chosen()->states->selective_every;
+  const int64_t every = chosen()->kernels->selective_every;
   return has_room(x.kept, x.kept_size, x.batch * stretches(x.tokens, every) * x.width * x.states);
 }
 int refused(const regard_selective &x, const regard_selective_grad &grad) {
   const int status = refused(x);
   if (status) return status;
-  return grad.groups < stretches(x.width, chosen()->states->selective_group) ? REGARD_SMALL_BUFFER : REGARD_OK;
+  return grad.groups < stretches(x.width, chosen()->kernels->selective_group) ? REGARD_SMALL_BUFFER : REGARD_OK;
 }
 
 }  // namespace
 
 REGARD_EXPORT int regard_recurrence_forward(const regard_recurrence *call) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->recurrence_forward(call);
+  return status ? status : chosen()->kernels->recurrence_forward(call);
 }
 REGARD_EXPORT int regard_recurrence_backward(const regard_recurrence *call, const regard_recurrence_grad *grad) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->recurrence_backward(call, grad);
+  return status ? status : chosen()->kernels->recurrence_backward(call, grad);
 }
 REGARD_EXPORT int regard_scan_forward(const regard_scan *call) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->scan_forward(call);
+  return status ? status : chosen()->kernels->scan_forward(call);
 }
 REGARD_EXPORT int regard_scan_backward(const regard_scan *call, const regard_scan_grad *grad) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->scan_backward(call, grad);
+  return status ? status : chosen()->kernels->scan_backward(call, grad);
 }
 REGARD_EXPORT int regard_selective_forward(const regard_selective *call) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->selective_forward(call);
+  return status ? status : chosen()->kernels->selective_forward(call);
 }
 REGARD_EXPORT int regard_selective_backward(const regard_selective *call, const regard_selective_grad *grad) {
   const int status = refused(*call, *grad);
-  return status ? status : chosen()->states->selective_backward(call, grad);
+  return status ? status : chosen()->kernels->selective_backward(call, grad);
 }
 REGARD_EXPORT int regard_conv_forward(const regard_conv *call) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->conv_forward(call);
+  return status ? status : chosen()->kernels->conv_forward(call);
 }
 REGARD_EXPORT int regard_conv_backward(const regard_conv *call, const regard_conv_grad *grad) {
   const int status = refused(*call);
-  return status ? status : chosen()->states->conv_backward(call, grad);
+  return status ? status : chosen()->kernels->conv_backward(call, grad);
 }
 REGARD_EXPORT int64_t regard_recurrence_every(int64_t k_dim, int64_t v_dim) {
-  return chosen() ? chosen()->states->recurrence_every(k_dim, v_dim) : 1;
+  return chosen() ? chosen()->kernels->recurrence_every(k_dim, v_dim) : 1;
 }
-REGARD_EXPORT int64_t regard_selective_every(void) { return chosen() ? chosen()->states->selective_every : 1; }
-REGARD_EXPORT int64_t regard_selective_group(void) { return chosen() ? chosen()->states->selective_group : 1; }
+REGARD_EXPORT int64_t regard_selective_every(void) { return chosen() ? chosen()->kernels->selective_every : 1; }
+REGARD_EXPORT int64_t regard_selective_group(void) { return chosen() ? chosen()->kernels->selective_group : 1; }
 
 REGARD_EXPORT double regard_multiply_adds(int32_t dtype, int64_t rounds) {
-  return chosen() ? chosen()->multiply_adds(dtype, rounds) : 0;
+  return chosen() ? chosen()->kernels->multiply_adds(dtype, rounds) : 0;
 }
 
 REGARD_EXPORT const char *regard_error(int status) {

@@ -39,13 +39,13 @@ struct Code<T[n]> : Code<T> {};
 template <class T>
 struct Fields;
 
-#define DESCRIBE(type, ...)                    \
-  template <>                                  \
-  struct Fields<type> {                        \
-    typedef type S;                            \
-    static constexpr const char *name = #type; \
+#define DESCRIBE(type, ...)                        \
+  template <>                                      \
+  struct Fields<type> {                            \
+    typedef type S;                                \
+    static constexpr const char *name = #type;     \
     static constexpr Field list[] = {__VA_ARGS__}; \
-  };                                           \
+  };                                               \
   constexpr Field Fields<type>::list[];
 
 DESCRIBE(regard_attention, FIELD(batch), FIELD(q_heads), FIELD(kv_heads), FIELD(q_len), FIELD(k_len), FIELD(k_dim),

@@ -127,15 +127,14 @@ template <int stage = 1>
 REGARD_INLINE void transpose(vf (&x)[kLanes]) {
   if constexpr (stage < kLanes) {
     vf y[kLanes];
-    each<kLanes>(REGARD_EACH {
-      y[i] = __builtin_shuffle(x[i / 2], x[i / 2 + kLanes / 2], i % 2 ? kHighHalves : kLowHalves);
-    });
+    each<kLanes>(
+        REGARD_EACH { y[i] = __builtin_shuffle(x[i / 2], x[i / 2 + kLanes / 2], i % 2 ? kHighHalves : kLowHalves); });
     transpose<2 * stage>(y);
     each<kLanes>(REGARD_EACH { x[i] = y[i]; });
   }
 }
 
-// Right operand X^T: `rows` rows of X become the columns of words_of(elements) rows of `width` words; missing rows are 0.
+// Right operand X^T: `rows` rows of X become the columns of words_of(elements) rows of `width` words, 0 past the last.
 template <class In, class Op>
 void pack_transposed(word *to, const In *from, long row_stride, long rows, long elements, long width) {
   constexpr long full = kLanes * Op::per_word;

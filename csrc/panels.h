@@ -37,8 +37,8 @@ struct Nothing {
 };
 template <Start start, class Between = Nothing>
 REGARD_INLINE void multiply_panels(const Panels &c, long c_first, const float *a, long a_row, long a_step,
-                                   const Panels &b, long words, long rows, long columns,
-                                   const float *factor = nullptr, bool lower = false, Between &&between = {}) {
+                                   const Panels &b, long words, long rows, long columns, const float *factor = nullptr,
+                                   bool lower = false, Between &&between = {}) {
   long groups = group_count(rows);
   for (long column = 0; column < columns; column += kPanel) {
     long width = columns - column < kPanel ? columns - column : kPanel;

@@ -18,41 +18,41 @@ typedef struct regard_attention {
   int32_t dtype;
   float scale, softcap;  // softcap 0: none
   const void *q, *k, *v;
-  void *out;   // (B, Hq, Tq, Dv): the output in `dtype`, or in float32 when out_f32 is not 0
-  float *lse;  // (B, Hq, Tq) contiguous, natural log; -inf where no key is allowed
-  float *lse_low;  // (B, Hq, Tq) contiguous: what `lse` lost by rounding, as the set's own backward pass reads it; or null
+  void *out;       // (B, Hq, Tq, Dv): the output in `dtype`, or in float32 when out_f32 is not 0
+  float *lse;      // (B, Hq, Tq) contiguous, natural log; -inf where no key is allowed
+  float *lse_low;  // (B, Hq, Tq) contiguous: what `lse` lost by rounding, for the set's own backward pass; or null
   int32_t out_f32;
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];  // batch, head, token
 
-  const int64_t *q_start;             // (B)
-  int64_t low, high;                  // INT64_MIN / INT64_MAX: open
-  const int64_t *prefix, *k_length;   // (B) or null
-  const uint8_t *keep;                // (B, Tk) contiguous or null
+  const int64_t *q_start;                // (B)
+  int64_t low, high;                     // INT64_MIN / INT64_MAX: open
+  const int64_t *prefix, *k_length;      // (B) or null
+  const uint8_t *keep;                   // (B, Tk) contiguous or null
   const int64_t *q_segment, *k_segment;  // (B, Tq), (B, Tk) contiguous or null
-  const uint8_t *mask;                // strides below, 0 broadcasts; or null
+  const uint8_t *mask;                   // strides below, 0 broadcasts; or null
   int64_t mask_stride[4];
-  const uint8_t *layout;              // per tile of layout_rows x layout_cols: 0 empty, 1 partial, 2 full of `mask`; or null
-  int64_t layout_stride[4];           // batch, head, row, column; 0 broadcasts
+  const uint8_t *layout;     // per tile of layout_rows x layout_cols: 0 empty, 1 partial, 2 full of `mask`; or null
+  int64_t layout_stride[4];  // batch, head, row, column; 0 broadcasts
   int64_t layout_rows, layout_cols;
 
-  const float *bias;                  // dense, strides below, 0 broadcasts; -inf masks; or null
+  const float *bias;  // dense, strides below, 0 broadcasts; -inf masks; or null
   int64_t bias_stride[4];
-  const float *relative;              // bias by distance: relative[h * relative_stride + (j - i) + relative_zero]; or null
+  const float *relative;  // bias by distance: relative[h * relative_stride + (j - i) + relative_zero]; or null
   int64_t relative_stride, relative_zero, relative_count;
 
-  float dropout_p;                    // kept weights are scaled by 1 / (1 - p); the rule of regard/backends/dropout.py
+  float dropout_p;  // kept weights are scaled by 1 / (1 - p); the rule of regard/backends/dropout.py
   int64_t dropout_seed;
 } regard_attention;
 
 // Gradients of one call; outputs are float32, contiguous, and set (not added to). Null where not wanted.
 typedef struct regard_attention_grad {
-  const float *d_out;   // (B, Hq, Tq, Dv) contiguous
-  const float *d_lse;   // (B, Hq, Tq) or null
-  const float *out;     // (B, Hq, Tq, Dv) contiguous float32, as the forward pass gave it
-  float *d_q, *d_k, *d_v;   // (B, Hq, Tq, Dk), (B, Hkv, Tk, Dk), (B, Hkv, Tk, Dv)
-  float *d_bias;        // shaped and strided like a contiguous copy of bias at its own (unbroadcast) sizes; or null
+  const float *d_out;      // (B, Hq, Tq, Dv) contiguous
+  const float *d_lse;      // (B, Hq, Tq) or null
+  const float *out;        // (B, Hq, Tq, Dv) contiguous float32, as the forward pass gave it
+  float *d_q, *d_k, *d_v;  // (B, Hq, Tq, Dk), (B, Hkv, Tk, Dk), (B, Hkv, Tk, Dv)
+  float *d_bias;           // shaped and strided like a contiguous copy of bias at its own (unbroadcast) sizes; or null
   int64_t d_bias_stride[4];  // 0 along broadcast axes
-  float *d_relative;    // (Hq, relative_count) contiguous; or null
+  float *d_relative;         // (Hq, relative_count) contiguous; or null
 } regard_attention_grad;
 
 enum regard_status {
@@ -75,7 +75,7 @@ const char *regard_isa(void);
 int regard_threads(void);
 
 // Does `rounds` times as many multiply-adds as fit into the registers, reading no memory; the floating-point operations
-// done, which a benchmark divides by the time they took. 0 where only plain loops run.
+// done, which a benchmark divides by the time they took.
 double regard_multiply_adds(int32_t dtype, int64_t rounds);
 
 // Asks the system for large pages under memory that is about to be filled, where it has such pages: the first touch of

@@ -19,7 +19,7 @@ constexpr int kFewRows = 16;  // query rows of a kv head, all its heads together
 REGARD_INLINE bool has_few_rows(const Call &x) { return x.q_len * (x.q_heads / x.kv_heads) <= kFewRows; }
 
 // Key columns that the interval, the prefix and the length leave to a row: [0, prefix) and [low, high).
-struct Reach {
+struct KeyRange {
   int64_t prefix, low, high;
   bool contains(int64_t j) const { return j < prefix || (j >= low && j < high); }
 };
@@ -27,13 +27,13 @@ struct Reach {
 // One query row of one head.
 struct Query {
   int64_t batch, head, row, slot;
-  Reach reach;
+  KeyRange keys;
   uint32_t line;  // the dropout rule's word for the row
 };
 
 REGARD_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : (x > high ? high : x); }
 
-REGARD_INLINE Reach reach_of(const Call &x, int64_t batch, int64_t slot) {
+REGARD_INLINE KeyRange key_range_of(const Call &x, int64_t batch, int64_t slot) {
   int64_t length = x.k_length ? clamp(x.k_length[batch], 0, x.k_len) : x.k_len;
   int64_t low, high;
   // i - j <= x.high  and  i - j >= x.low, without leaving 64 bits at the open ends
@@ -45,9 +45,9 @@ REGARD_INLINE Reach reach_of(const Call &x, int64_t batch, int64_t slot) {
   return {prefix, low, high > low ? high : low};
 }
 
-// Hull of the reaches of query rows first ... last: the bounds only grow with the slot.
-REGARD_INLINE Reach span_of(const Call &x, int64_t batch, int64_t first, int64_t last) {
-  Reach a = reach_of(x, batch, x.q_start[batch] + first), b = reach_of(x, batch, x.q_start[batch] + last);
+// Hull of the key ranges of query rows first ... last: the bounds only grow with the slot.
+REGARD_INLINE KeyRange key_range_of_rows(const Call &x, int64_t batch, int64_t first, int64_t last) {
+  KeyRange a = key_range_of(x, batch, x.q_start[batch] + first), b = key_range_of(x, batch, x.q_start[batch] + last);
   return {a.prefix > b.prefix ? a.prefix : b.prefix, a.low < b.low ? a.low : b.low, a.high > b.high ? a.high : b.high};
 }
 
@@ -63,19 +63,20 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
   uint32_t line = 0;
   if (x.dropout_p > 0)
     line = mix(mix(mix((uint32_t)x.dropout_seed ^ (uint32_t)batch) ^ (uint32_t)head) ^ (uint32_t)row);
-  return {batch, head, row, slot, reach_of(x, batch, slot), line};
+  return {batch, head, row, slot, key_range_of(x, batch, slot), line};
 }
 
 // Whether a term other than the interval, the prefix and the length decides which keys are read.
 REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
 // Whether `hide` does no more than `cut`.
 REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
-// Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way.
-REGARD_INLINE bool is_plain(const Call &x) {
-  return !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0 && x.scale * kLog2e < INFINITY;
+// Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way. The backward
+// pass then subtracts the log-sum-exp from a score times the scale, which must not be rounded before.
+REGARD_INLINE bool is_only_scaled(const Call &x) {
+  return kFused && !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0 && x.scale * kLog2e < INFINITY;
 }
 // The factor from scores as they are stored, raw products or logits, to logits in nats.
-REGARD_INLINE float nats_of(const Call &x) { return is_plain(x) ? x.scale : 1.0f; }
+REGARD_INLINE float nats_of(const Call &x) { return is_only_scaled(x) ? x.scale : 1.0f; }
 
 REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
   const int64_t *stride = x.layout_stride;
@@ -93,16 +94,16 @@ REGARD_INLINE void conceal(float *s, int begin, int end) {
   }
 }
 
-// -inf where the reach ends, in columns first ... first + n of the row; n is a multiple of kUnit.
-REGARD_INLINE void cut(const Reach &reach, float *s, int64_t first, int64_t n) {
-  bool interval = reach.low < reach.high;  // a prefix ends before it
-  if (!interval || reach.low > first)
-    conceal(s, (int)clamp(reach.prefix - first, 0, n), interval ? (int)clamp(reach.low - first, 0, n) : (int)n);
-  if (interval && reach.high < first + n) conceal(s, (int)clamp(reach.high - first, 0, n), (int)n);
+// -inf where the key range ends, in columns first ... first + n of the row; n is a multiple of kUnit.
+REGARD_INLINE void cut(const KeyRange &range, float *s, int64_t first, int64_t n) {
+  bool interval = range.low < range.high;  // a prefix ends before it
+  if (!interval || range.low > first)
+    conceal(s, (int)clamp(range.prefix - first, 0, n), interval ? (int)clamp(range.low - first, 0, n) : (int)n);
+  if (interval && range.high < first + n) conceal(s, (int)clamp(range.high - first, 0, n), (int)n);
 }
 
-// Raw products of one row in columns first ... first + n become logits in nats, in place: scaled, capped, biased. Nats, as
-// the caller's: the largest finite bias would not fit float32 in any smaller unit.
+// Raw products of one row in columns first ... first + n become logits in nats, in place: scaled, capped, biased. Nats,
+// as the caller's: the largest finite bias would not fit float32 in any smaller unit.
 // `slope`, where not null, takes the derivative of the cap.
 void shape(const Call &x, const Query &q, float *s, float *slope, int64_t first, int64_t n) {
   int64_t exist = clamp(x.k_len - first, 0, n);  // columns past the last key are cut, and have no mask or bias
@@ -154,7 +155,7 @@ void hide(const Call &x, const Query &q, float *s, int64_t first, int64_t n) {
   }
   if (x.layout && !x.mask)
     for (int64_t c = 0; c < exist; ++c) s[c] = layout_at(x, q, first + c) ? s[c] : -INFINITY;
-  cut(q.reach, s, first, n);
+  cut(q.keys, s, first, n);
 }
 
 // Weights of one row times 1 where they are kept and 0 where they are dropped.
@@ -173,10 +174,10 @@ REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f /
 // Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
 bool is_read(const Call &x, int64_t batch, int64_t column) {
   if (x.keep && !x.keep[batch * x.k_len + column]) return false;
-  if (!span_of(x, batch, 0, x.q_len - 1).contains(column)) return false;
+  if (!key_range_of_rows(x, batch, 0, x.q_len - 1).contains(column)) return false;
   for (int64_t row = 0; row < x.q_len; ++row) {
     Query q = query_of(x, batch, 0, row);
-    if (!q.reach.contains(column)) continue;
+    if (!q.keys.contains(column)) continue;
     if (x.q_segment && x.q_segment[batch * x.q_len + row] != x.k_segment[batch * x.k_len + column]) continue;
     if (!x.mask && !x.layout) return true;
     for (q.head = 0; q.head < x.q_heads; ++q.head) {

@@ -1,11 +1,8 @@
-// The kernels that carry a state, compiled once for each instruction set (REGARD_SET names it) from the same source.
-#include "convolution.inc"
-#include "recurrence_grad.inc"
-#include "scans.inc"
-#include "states.h"
-
-#define REGARD_JOIN(a, b) a##b
-#define REGARD_TABLE(set) REGARD_JOIN(regard_states_, set)
+// The kernels that carry a state, of one instruction set, and the table of all that the set provides.
+#include "convolution.h"
+#include "kernels.h"
+#include "recurrence_backward.h"
+#include "scans.h"
 
 namespace {
 
@@ -16,21 +13,37 @@ int recurrence_backward(const regard_recurrence *call, const regard_recurrence_g
   if (call->dtype == REGARD_F32) return RecurrenceBackward<float>(*call, *grad).run();
   return RecurrenceBackward<bf16>(*call, *grad).run();
 }
-
-int scan_forward_of(const regard_scan *call) { return scan_forward(*call); }
-int scan_backward_of(const regard_scan *call, const regard_scan_grad *grad) { return scan_backward(*call, *grad); }
-int selective_forward_of(const regard_selective *call) { return selective_forward(*call); }
-int selective_backward_of(const regard_selective *call, const regard_selective_grad *grad) {
-  return selective_backward(*call, *grad);
-}
-int conv_forward_of(const regard_conv *call) { return conv_forward(*call); }
-int conv_backward_of(const regard_conv *call, const regard_conv_grad *grad) { return conv_backward(*call, *grad); }
 int64_t recurrence_every(int64_t k_dim, int64_t v_dim) { return kept_every(k_dim, v_dim); }
+
+// From a kernel that takes references to one that takes pointers, as the C interface does.
+template <class Call, int (*kernel)(const Call &)>
+int forward(const Call *call) {
+  return kernel(*call);
+}
+template <class Call, class Grad, int (*kernel)(const Call &, const Grad &)>
+int backward(const Call *call, const Grad *grad) {
+  return kernel(*call, *grad);
+}
 
 }  // namespace
 
-extern "C" const regard_state_kernels REGARD_TABLE(REGARD_SET) = {
-    recurrence_forward,   recurrence_backward,   scan_forward_of,  scan_backward_of,
-    selective_forward_of, selective_backward_of, conv_forward_of,  conv_backward_of,
-    recurrence_every,     kSelectiveEvery,       kSelectiveGroup,
+namespace regard::REGARD_SET {
+
+const Kernels kernels = {
+    attention_forward,
+    attention_backward,
+    multiply_adds,
+    recurrence_forward,
+    recurrence_backward,
+    forward<regard_scan, scan_forward>,
+    backward<regard_scan, regard_scan_grad, scan_backward>,
+    forward<regard_selective, selective_forward>,
+    backward<regard_selective, regard_selective_grad, selective_backward>,
+    forward<regard_conv, conv_forward>,
+    backward<regard_conv, regard_conv_grad, conv_backward>,
+    recurrence_every,
+    kSelectiveEvery,
+    kSelectiveGroup,
 };
+
+}  // namespace regard::REGARD_SET

@@ -22,6 +22,13 @@ constexpr int kLanes = 4;
 constexpr int kTileVectors = 4;
 #endif
 
+// Whether a * b + c is rounded once (-ffp-contract=fast).
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
+constexpr bool kFused = true;
+#else
+constexpr bool kFused = false;
+#endif
+
 constexpr int kUnit = 16;  // columns are cut at multiples of 16 on every instruction set
 constexpr int kUnitVectors = kUnit / kLanes;
 
@@ -79,8 +86,8 @@ REGARD_INLINE bf16 to_bf16(float x) {
   return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// The first `count` lanes alone, all of them where there are more, none where it is below 1: reading leaves zeros in the
-// others.
+// The first `count` lanes alone, all of them where there are more, none where it is below 1: reading leaves zeros in
+// the others.
 REGARD_INLINE vf load_some(const float *p, long count) {
   if (count >= kLanes) return load(p);
   if (count < 1) return vf{};

@@ -31,7 +31,7 @@ def test_python_blocks_run(monkeypatch):
 @pytest.mark.parametrize("block", CONSOLE)
 def test_console_blocks_print_what_they_show(block):
     if NATIVE in block and (library.REASON or library.ISA == "portable"):
-        pytest.skip(f"native not built: {library.REASON or 'only portable loops'}")
+        pytest.skip(f"native not built: {library.REASON or 'only portable kernels'}")
     # `regard` is this checkout's, and a fixed width makes its tables the same everywhere.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
     for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):

@@ -119,3 +119,17 @@ def test_large_scores_with_a_softcap():
     q, k, v = spaced(5, 30, 1e12)
     same(q, k, v, scale=1.0, softcap=1e13)
     same(q, k, v, scale=1.0, softcap=1e20)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e5, 1e9])
+@pytest.mark.parametrize(("q_len", "k_len"), [(3, 7), (40, 300)])
+def test_gradients_of_equal_keys(q_len, k_len, size):
+    """Keys that are equal get equal weights in both passes, though no float32 holds their scaled scores."""
+    q = made(1, 2, q_len, 8, dtype=torch.float32) * size
+    k = made(1, 1, 1, 8, dtype=torch.float32).expand(-1, -1, k_len, -1)
+    v = made(1, 1, k_len, 4, dtype=torch.float32).requires_grad_()
+    d_out = made(1, 2, q_len, 4, dtype=torch.float32)
+    out = regard.attention(q, k, v, scale=0.3, backend="native")
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=0, atol=1e-5)
+    (d_v,) = torch.autograd.grad(out, v, d_out)
+    torch.testing.assert_close(d_v, (d_out.sum((1, 2), keepdim=True) / k_len).expand_as(v), rtol=0, atol=1e-5)

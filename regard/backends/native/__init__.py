@@ -35,9 +35,9 @@ def reject(call: AttentionCall) -> str | None:
 
 
 def defer(call: AttentionCall) -> str | None:
-    """Only where nothing but plain loops was built, or is allowed to run."""
+    """Only where nothing but the portable kernels was built, or is allowed to run."""
     if library.ISA == "portable":
-        return "only its portable loops can run here, which are slow (they do when asked for by name)"
+        return "only its portable kernels can run here, which are slow (they do when asked for by name)"
     return None
 
 

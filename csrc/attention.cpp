@@ -1,11 +1,12 @@
-// The entry points of one instruction set; REGARD_NAME(x) gives them their names.
-#include "bias_gradient.inc"
-#include "decode.inc"
+// Softmax attention of one instruction set.
+#include "bias_gradient.h"
+#include "decode.h"
+#include "kernels.h"
 
 namespace {
 
 template <class Op>
-double multiply_adds(int64_t rounds) {
+double run_multiply_adds(int64_t rounds) {
   Tile<Op, kTileRows, kTileVectors> tile;  // starts that differ, and chains through the factor: nothing to simplify
   each<kTileRows * kTileVectors>(REGARD_EACH { tile.c[i / kTileVectors][i % kTileVectors] = splat((float)i); });
   vf half = splat(0.5f), one = splat(1.0f);
@@ -23,15 +24,17 @@ double multiply_adds(int64_t rounds) {
 
 }  // namespace
 
-extern "C" double REGARD_NAME(regard_multiply_adds)(int32_t dtype, int64_t rounds) {
+namespace regard::REGARD_SET {
+
+double multiply_adds(int32_t dtype, int64_t rounds) {
 #if defined(__AVX512BF16__)
-  if (dtype == REGARD_BF16) return multiply_adds<Bfloat16>(rounds);
+  if (dtype == REGARD_BF16) return run_multiply_adds<Bfloat16>(rounds);
 #endif
   (void)dtype;
-  return multiply_adds<Float32>(rounds);
+  return run_multiply_adds<Float32>(rounds);
 }
 
-extern "C" int REGARD_NAME(regard_forward)(const regard_attention *call) {
+int attention_forward(const regard_attention *call) {
   if (call->dtype == REGARD_F32) return forward<float, Float32>(*call);
 #if defined(__AVX512BF16__)
   return forward<bf16, Bfloat16>(*call);
@@ -40,7 +43,7 @@ extern "C" int REGARD_NAME(regard_forward)(const regard_attention *call) {
 #endif
 }
 
-extern "C" int REGARD_NAME(regard_backward)(const regard_attention *call, const regard_attention_grad *grad) {
+int attention_backward(const regard_attention *call, const regard_attention_grad *grad) {
   if (call->dtype == REGARD_F32) return backward<float, Float32>(*call, *grad);
 #if defined(__AVX512BF16__)
   return backward<bf16, Bfloat16>(*call, *grad);
@@ -48,3 +51,5 @@ extern "C" int REGARD_NAME(regard_backward)(const regard_attention *call, const 
   return backward<bf16, Float32>(*call, *grad);
 #endif
 }
+
+}  // namespace regard::REGARD_SET

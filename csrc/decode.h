@@ -4,13 +4,13 @@
 // and leaves an unnormalised sum; the chunks of a row are then merged in order. Nothing is packed but pairs of
 // bfloat16 values, where V is no whole panels wide.
 #pragma once
-#include "forward.inc"
+#include "forward.h"
 
 namespace {
 
-constexpr int kChunk = 1024;      // keys of a task
-constexpr int kValueRows = 32;    // rows of V that are read before their sums are put back
-constexpr long kAhead = 32 << 10; // bytes to prefetch ahead
+constexpr int kDecodeKeys = 1024;  // keys of a task
+constexpr int kValueRows = 32;     // rows of V that are read before their sums are put back
+constexpr long kAhead = 32 << 10;  // bytes to prefetch ahead
 
 // kLanes vectors -> the vector of their sums.
 template <int n = kLanes>
@@ -87,12 +87,13 @@ struct StreamValues<bf16, Bfloat16> {  // pairs of rows are interleaved in regis
 template <class In, class Op>
 class Decode {
  public:
-  explicit Decode(const Call &call) : x(call), group_heads(call.q_heads / call.kv_heads), plain(is_plain(call)) {
+  explicit Decode(const Call &call)
+      : x(call), group_heads(call.q_heads / call.kv_heads), only_scaled(is_only_scaled(call)) {
     k_words = words_of<Op>(x.k_dim);
     q_row = round_up(k_words, kLanes);
     columns = round_up(x.v_dim, kUnit);
     rows = (int)(x.q_len * group_heads);
-    chunks = (x.k_len + kChunk - 1) / kChunk;
+    chunks = (x.k_len + kDecodeKeys - 1) / kDecodeKeys;
   }
 
   int run() {
@@ -118,7 +119,7 @@ class Decode {
  private:
   const Call &x;
   long group_heads, k_words, q_row, columns;
-  bool plain;
+  bool only_scaled;
   int rows;
   int64_t chunks;
 
@@ -138,8 +139,8 @@ class Decode {
     bool fits = reserve([&](Arrays &arrays) {
       arrays.take(m.q, kFewRows * q_row);
       arrays.take(m.v, kValueRows / Op::per_word * round_up(columns, kPanel));
-      arrays.take(m.scores, kFewRows * kChunk);
-      arrays.take(m.halves, kFewRows * kChunk);
+      arrays.take(m.scores, kFewRows * kDecodeKeys);
+      arrays.take(m.halves, kFewRows * kDecodeKeys);
       arrays.take(m.queries, kFewRows);
     });
     if (!fits) return false;
@@ -154,10 +155,11 @@ class Decode {
     }
     memset(m.q + rows * q_row, 0, (kFewRows - rows) * q_row * sizeof(word));  // products take rows in fours
     memset(part, 0, rows * columns * sizeof(float));
-    int64_t first = chunk * kChunk, batch = pair / x.kv_heads, kv_head = pair % x.kv_heads;
-    Reach hull = hull_of(m.queries, rows);
+    int64_t first = chunk * kDecodeKeys, batch = pair / x.kv_heads, kv_head = pair % x.kv_heads;
+    KeyRange hull = hull_of(m.queries, rows);
     int64_t low = hull.prefix > 0 ? 0 : hull.low, high = hull.high > hull.prefix ? hull.high : hull.prefix;
-    int begin = (int)(clamp(low - first, 0, kChunk) / kUnit * kUnit), cut = (int)clamp(high - first, 0, kChunk);
+    int begin = (int)(clamp(low - first, 0, kDecodeKeys) / kUnit * kUnit),
+        cut = (int)clamp(high - first, 0, kDecodeKeys);
     if (begin >= cut) return true;
     const In *k = (const In *)x.k + batch * x.k_stride[0] + kv_head * x.k_stride[1] + (first + begin) * x.k_stride[2];
     const In *v = (const In *)x.v + batch * x.v_stride[0] + kv_head * x.v_stride[1] + (first + begin) * x.v_stride[2];
@@ -182,7 +184,7 @@ class Decode {
       const In *unit = k + c * x.k_stride[2];
       for (int r = 0; r < rows; r += 4) {
         const word *q = m.q + r * q_row;
-        float *s = m.scores + r * kChunk + begin + c;
+        float *s = m.scores + r * kDecodeKeys + begin + c;
         if (rows - r == 1)
           unit_scores<1>(q, unit, count, s, ahead);
         else if (rows - r == 2)
@@ -218,25 +220,27 @@ class Decode {
       if (e < x.k_dim)
         for (int n = 0; n < keys; ++n) {
           vf right = read_words<In, Op>(key[n] + e, x.k_dim - e);
-          for (int r = 0; r < R; ++r) dot[r * keys + n] = Op::multiply_add(dot[r * keys + n], load(at + r * q_row), right);
+          for (int r = 0; r < R; ++r)
+            dot[r * keys + n] = Op::multiply_add(dot[r * keys + n], load(at + r * q_row), right);
         }
       vf total = sums(dot);
-      for (int r = 0; r < R; ++r) memcpy(s + r * kChunk + c, (const float *)&total + r * keys, keys * sizeof(float));
+      for (int r = 0; r < R; ++r)
+        memcpy(s + r * kDecodeKeys + c, (const float *)&total + r * keys, keys * sizeof(float));
     }
   }
 
   void weigh(const Memory &m, int64_t first, int begin, int cut, float *top, float *sum) const {
-    Runs runs = {1, {{begin, (int)round_up(cut, kUnit), cut}}};
-    int count = runs.run[0].end - begin;
+    ColumnRanges ranges = {1, {{begin, (int)round_up(cut, kUnit), cut}}};
+    int count = ranges.range[0].end - begin;
     for (int r = 0; r < rows; ++r) {
-      float *s = m.scores + r * kChunk + begin;
-      if (!plain) shape(x, m.queries[r], s, nullptr, first + begin, count);
+      float *s = m.scores + r * kDecodeKeys + begin;
+      if (!only_scaled) shape(x, m.queries[r], s, nullptr, first + begin, count);
       hide(x, m.queries[r], s, first + begin, count);
     }
     float rescale[kTileRows];
     for (int r = 0; r < rows; r += kTileRows) {
-      Softmax<Op> softmax = {m.scores + r * kChunk, m.halves + r * kChunk, kChunk, nats_of(x) * kLog2e};
-      softmax.weights(x, m.queries + r, rows - r < kTileRows ? rows - r : kTileRows, runs, first, top + r, sum + r,
+      Softmax<Op> softmax = {m.scores + r * kDecodeKeys, m.halves + r * kDecodeKeys, kDecodeKeys, nats_of(x) * kLog2e};
+      softmax.weights(x, m.queries + r, rows - r < kTileRows ? rows - r : kTileRows, ranges, first, top + r, sum + r,
                       rescale);
     }
   }
@@ -245,15 +249,15 @@ class Decode {
                        int64_t slot) const {
     const word *weights = Op::per_word == 2 ? (const word *)m.halves : (const word *)m.scores;
     bool in_place = sizeof(In) == sizeof(word) && x.v_dim % kUnit == 0 && !choose;
-    long ahead = ahead_of(x.v_dim, x.v_stride[2]), stride = kChunk / Op::per_word;
+    long ahead = ahead_of(x.v_dim, x.v_stride[2]), stride = kDecodeKeys / Op::per_word;
     if (StreamValues<In, Op>::able && x.v_dim % kPanel == 0 && !choose) {
       for (int c = begin; c < cut; c += kValueRows, v += kValueRows * x.v_stride[2])
         for (long column = 0; column < columns; column += kPanel)
           for (int r = 0; r < rows; r += kTileRows)
-            StreamValues<In, Op>::run({weights + r * stride + c / Op::per_word, stride, v + column, x.v_stride[2],
-                                       cut - c < kValueRows ? cut - c : kValueRows, r == 0 ? ahead : 0,
-                                       part + r * columns + column, columns},
-                                      rows - r < kTileRows ? rows - r : kTileRows);
+            StreamValues<In, Op>::run(
+                {weights + r * stride + c / Op::per_word, stride, v + column, x.v_stride[2],
+                 cut - c < kValueRows ? cut - c : kValueRows, r == 0 ? ahead : 0, part + r * columns + column, columns},
+                rows - r < kTileRows ? rows - r : kTileRows);
       return;
     }
     for (int c = begin; c < cut; c += kValueRows, v += kValueRows * x.v_stride[2], slot += kValueRows) {
@@ -261,7 +265,8 @@ class Decode {
       auto row = [&](long n) -> const In * {
         const In *from = v + n * x.v_stride[2];
         for (long e = 0; e < x.v_dim; e += 64 / (long)sizeof(In)) __builtin_prefetch(from + ahead + e, 0, 2);
-        return n < count && (!choose || are_finite(from, 0, 1, x.v_dim) || is_read(x, batch, slot + n)) ? from : nullptr;
+        return n < count && (!choose || are_finite(from, 0, 1, x.v_dim) || is_read(x, batch, slot + n)) ? from
+                                                                                                        : nullptr;
       };
       long panel = kValueRows / Op::per_word * kPanel;
       if (!in_place) Rows<In, Op>::pack(m.v, panel, round_up(count, Op::per_word), x.v_dim, row);
@@ -269,8 +274,16 @@ class Decode {
         const word *right = in_place ? (const word *)v + column : m.v + column / kPanel * panel;
         int units = (int)((columns - column < kPanel ? columns - column : kPanel) / kUnit);
         for (int r = 0; r < rows; r += kTileRows) {
-          Product p = {weights + r * stride + c / Op::per_word, stride,  1, right, in_place ? x.v_stride[2] : kPanel,
-                       words_of<Op>(count), part + r * columns + column, columns, nullptr, ahead};
+          Product p = {weights + r * stride + c / Op::per_word,
+                       stride,
+                       1,
+                       right,
+                       in_place ? x.v_stride[2] : kPanel,
+                       words_of<Op>(count),
+                       part + r * columns + column,
+                       columns,
+                       nullptr,
+                       ahead};
           int group = rows - r < kTileRows ? rows - r : kTileRows;
           if (in_place && r == 0)
             product<Op, kAddAhead>(p, group, units);
@@ -284,9 +297,10 @@ class Decode {
   void merge(int64_t pair, int row, float *parts) {
     long size = rows * (columns + 2);
     const float *top = parts + rows * columns + row, *sum = top + rows;
-    merge_row<In>(x, query(pair, row), chunks, columns, parts + row * columns,
-                  [&](int64_t n) { return parts + n * size + row * columns; }, [&](int64_t n) { return top[n * size]; },
-                  [&](int64_t n) { return sum[n * size]; });
+    merge_row<In>(
+        x, query(pair, row), chunks, columns, parts + row * columns,
+        [&](int64_t n) { return parts + n * size + row * columns; }, [&](int64_t n) { return top[n * size]; },
+        [&](int64_t n) { return sum[n * size]; });
   }
 };
 

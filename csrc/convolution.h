@@ -14,9 +14,9 @@ struct ConvRows {
   long batch, begin;
 
   REGARD_INLINE const float *operator()(long t) const {
-    long reach = x.taps - 1;
+    long past = x.taps - 1;
     if (t >= 0) return x.x + batch * x.x_stride[0] + t * x.x_stride[1] + begin;
-    return x.state ? x.state + (batch * reach + reach + t) * x.channels + begin : nullptr;
+    return x.state ? x.state + (batch * past + past + t) * x.channels + begin : nullptr;
   }
 };
 
@@ -29,8 +29,8 @@ constexpr int kTapGroup = 4;  // taps whose rows are read together
 
 // y = bias, or y where there is none, plus N rows times their weights, in the order of the tokens.
 template <int N>
-REGARD_INLINE void add_taps(float *y, const float *bias, bool fresh, const float *const *rows, const float *const *weights,
-                            long columns) {
+REGARD_INLINE void add_taps(float *y, const float *bias, bool fresh, const float *const *rows,
+                            const float *const *weights, long columns) {
   for (long c = 0; c < columns; c += kLanes) {
     long count = columns - c;
     vf sum = !fresh ? load_some(y + c, count) : bias ? load_some(bias + c, count) : vf{};
@@ -42,17 +42,17 @@ REGARD_INLINE void add_taps(float *y, const float *bias, bool fresh, const float
 // Tokens `begin` to `end`, some channels of them.
 REGARD_INLINE void convolve(const ConvRows &rows, long begin, long end, long columns) {
   const regard_conv &x = rows.x;
-  long reach = x.taps - 1, from = -reach;
-  for (long t = begin > reach ? begin - reach : 0; t < begin; ++t) from = first_read(x, rows.batch, t, from);
+  long past = x.taps - 1, from = -past;
+  for (long t = begin > past ? begin - past : 0; t < begin; ++t) from = first_read(x, rows.batch, t, from);
   for (long t = begin; t < end; ++t) {
     from = first_read(x, rows.batch, t, from);
     float *y = x.y + (rows.batch * x.tokens + t) * x.channels + rows.begin;
     const float *bias = x.bias ? x.bias + rows.begin : nullptr, *row[kTapGroup], *weight[kTapGroup];
     bool fresh = true;
-    for (long s = t - reach > from ? t - reach : from; s <= t;) {
+    for (long s = t - past > from ? t - past : from; s <= t;) {
       int n = 0;
       for (; n < kTapGroup && s <= t; ++s)
-        if ((row[n] = rows(s))) weight[n++] = x.weight + (reach - (t - s)) * x.channels + rows.begin;
+        if ((row[n] = rows(s))) weight[n++] = x.weight + (past - (t - s)) * x.channels + rows.begin;
       switch (n) {
         case 0: continue;
         case 1: add_taps<1>(y, bias, fresh, row, weight, columns); break;
@@ -103,7 +103,7 @@ struct ConvGradients {
   // The gradient of input s (below 0: of the state): the outputs from it on that it reached, in their order.
   void input(long s) const {
     const regard_conv &x = rows.x;
-    long reach = x.taps - 1, row = s < 0 ? rows.batch * reach + reach + s : rows.batch * x.tokens + s;
+    long past = x.taps - 1, row = s < 0 ? rows.batch * past + past + s : rows.batch * x.tokens + s;
     float *to = (s < 0 ? g.d_state : g.d_x) + row * x.channels + rows.begin;
     const uint8_t *starts = x.starts ? x.starts + rows.batch * x.tokens : nullptr;
     const float *from[kTapGroup], *weight[kTapGroup];
@@ -111,8 +111,8 @@ struct ConvGradients {
     for (long t = s < 0 ? 0 : s, open = 1; open;) {
       int n = 0;
       for (; n < kTapGroup && open; ++t) {
-        open = t < x.tokens && t <= s + reach && !(starts && t > s && starts[t]);
-        if (open) from[n] = d_y(t), weight[n++] = x.weight + weight_at(reach - (t - s));
+        open = t < x.tokens && t <= s + past && !(starts && t > s && starts[t]);
+        if (open) from[n] = d_y(t), weight[n++] = x.weight + weight_at(past - (t - s));
       }
       switch (n) {
         case 0: break;
@@ -149,7 +149,7 @@ struct ConvGradients {
 // A task is some channels in every batch row, so that a weight's gradient is one sum in one order.
 int conv_backward(const regard_conv &x, const regard_conv_grad &g) {
   long threads = omp_get_max_threads(), even = round_up((x.channels + threads - 1) / threads, kUnit);
-  long part = even < kConvPart ? even : kConvPart, tasks = blocks_of(x.channels, part), reach = x.taps - 1;
+  long part = even < kConvPart ? even : kConvPart, tasks = blocks_of(x.channels, part), past = x.taps - 1;
 #pragma omp parallel for schedule(static) if (tasks > 1)
   for (long task = 0; task < tasks; ++task) {
     long begin = task * part, columns = x.channels - begin < part ? x.channels - begin : part;
@@ -158,11 +158,11 @@ int conv_backward(const regard_conv &x, const regard_conv_grad &g) {
     for (long batch = 0; batch < x.batch; ++batch) {
       ConvRows rows = {x, batch, begin};
       ConvGradients gradients = {rows, g, columns};
-      for (long s = -reach; s < 0; ++s) gradients.input(s);
-      long from = -reach;
+      for (long s = -past; s < 0; ++s) gradients.input(s);
+      long from = -past;
       for (long t = 0; t < x.tokens; ++t) {
         from = first_read(x, batch, t, from);
-        gradients.weights(t, t - reach > from ? t - reach : from);
+        gradients.weights(t, t - past > from ? t - past : from);
         gradients.input(t);
         for (long c = 0; g.d_bias && c < columns; c += kLanes) {
           float *sum = g.d_bias + begin + c;

@@ -4,7 +4,7 @@
 // walks key blocks at fixed slots (outer) and groups of six rows (inner): scores, softmax, weights times V. A row's
 // arithmetic depends only on its own keys' slots, so its bits are the same in any batch, task or thread.
 #pragma once
-#include "runs.h"
+#include "column_ranges.h"
 
 namespace {
 
@@ -16,15 +16,15 @@ struct Softmax {
   float *scores;  // [kTileRows][stride]
   bf16 *halves;   // the same shape
   long stride;
-  float scale;    // from differences of scores to base-2 logits
+  float scale;  // from differences of scores to base-2 logits
 
-  REGARD_INLINE void weights(const Call &x, const Query *queries, int rows, const Runs &runs, int64_t first,
+  REGARD_INLINE void weights(const Call &x, const Query *queries, int rows, const ColumnRanges &ranges, int64_t first,
                              float *top, float *sum, float *rescale) const {
     float before[kUnit] = {}, base[kTileRows];
     for (int r = 0; r < rows; ++r) {
       vf most = splat(-INFINITY);
-      for (int n = 0; n < runs.count; ++n)
-        for (int c = runs.run[n].begin; c < runs.run[n].end; c += kLanes)
+      for (int n = 0; n < ranges.count; ++n)
+        for (int c = ranges.range[n].begin; c < ranges.range[n].end; c += kLanes)
           most = vmax(most, load(scores + r * stride + c));
       float now = max_lanes(most);
       now = now > top[r] ? now : top[r];
@@ -35,18 +35,18 @@ struct Softmax {
     for (int c = 0; c < kTileRows; c += kLanes) store(before + c, exp2v<false>(load(before + c)));
     for (int r = 0; r < rows; ++r) {
       rescale[r] = before[r];
-      sum[r] = sum[r] * before[r] + row(x, queries[r], runs, first, r, base[r]);
+      sum[r] = sum[r] * before[r] + row(x, queries[r], ranges, first, r, base[r]);
     }
   }
 
  private:
-  REGARD_INLINE float row(const Call &x, const Query &query, const Runs &runs, int64_t first, int r,
+  REGARD_INLINE float row(const Call &x, const Query &query, const ColumnRanges &ranges, int64_t first, int r,
                           float base) const {
     float *s = scores + r * stride;
     vf total = {}, factor = splat(scale), most = splat(base);
-    for (int n = 0; n < runs.count; ++n) {
-      Run run = runs.run[n];
-      for (int c = run.begin; c < run.end; c += kLanes) {
+    for (int n = 0; n < ranges.count; ++n) {
+      ColumnRange range = ranges.range[n];
+      for (int c = range.begin; c < range.end; c += kLanes) {
         vf p = exp2v<Op::coarse>((load(s + c) - most) * factor);
         total += p;
         if (Op::per_word == 2 && x.dropout_p == 0)
@@ -55,9 +55,9 @@ struct Softmax {
           store(s + c, p);
       }
       if (x.dropout_p > 0) {
-        drop(x, query, s + run.begin, first + run.begin, run.end - run.begin);
+        drop(x, query, s + range.begin, first + range.begin, range.end - range.begin);
         if (Op::per_word == 2)
-          for (int c = run.begin; c < run.end; c += kLanes)
+          for (int c = range.begin; c < range.end; c += kLanes)
             *(vh_any *)(halves + r * stride + c) = to_bf16(load(s + c));
       }
     }
@@ -118,7 +118,8 @@ constexpr int64_t kSplitKeys = 4096;  // ... of so many keys: or one head's few 
 template <class In, class Op>
 class Forward {
  public:
-  explicit Forward(const Call &call) : x(call), group_heads(call.q_heads / call.kv_heads), plain(is_plain(call)) {
+  explicit Forward(const Call &call)
+      : x(call), group_heads(call.q_heads / call.kv_heads), only_scaled(is_only_scaled(call)) {
     k_words = words_of<Op>(x.k_dim);
     q_words = round_up(k_words, kLanes);
     columns = round_up(x.v_dim, kUnit);
@@ -159,11 +160,11 @@ class Forward {
  private:
   const Call &x;
   long group_heads;
-  bool plain;
+  bool only_scaled;
   long k_words, q_words, columns, panels, flat, chunks;
   int64_t splits;
   int block;
-  float *parts = nullptr;  // per pair, split and row, where there are splits: sums, then the maximum and the sum of weights
+  float *parts = nullptr;  // of split rows, per pair, split and row: sums, then the maximum and the sum of weights
 
   long part_row() const { return columns + kUnit; }
   float *part(int64_t pair, int64_t split, long row) const {
@@ -177,9 +178,10 @@ class Forward {
       int64_t pair = n / flat;
       long row = n % flat;
       Query q = query_of(x, pair / x.kv_heads, pair % x.kv_heads * group_heads + row % group_heads, row / group_heads);
-      merge_row<In>(x, q, splits, columns, part(pair, 0, row), [&](int64_t s) { return part(pair, s, row); },
-                    [&](int64_t s) { return part(pair, s, row)[columns]; },
-                    [&](int64_t s) { return part(pair, s, row)[columns + 1]; });
+      merge_row<In>(
+          x, q, splits, columns, part(pair, 0, row), [&](int64_t s) { return part(pair, s, row); },
+          [&](int64_t s) { return part(pair, s, row)[columns]; },
+          [&](int64_t s) { return part(pair, s, row)[columns + 1]; });
     }
   }
 
@@ -222,7 +224,7 @@ class Forward {
       int first = (int)group_begin(rows, groups, g), count = (int)group_begin(rows, groups, g + 1) - first;
       m.groups[g] = {first, count, hull_of(m.queries + first, count), false};
     }
-    Reach hull = hull_of(m.queries, (int)rows);
+    KeyRange hull = hull_of(m.queries, (int)rows);
     int64_t last = hull.high > hull.prefix ? hull.high : hull.prefix;
     int64_t origin = split * kSplitKeys, end_of_keys = x.k_len;  // blocks are counted from here, whatever the rows
     if (splits > 1 && end_of_keys > origin + kSplitKeys) end_of_keys = origin + kSplitKeys;
@@ -252,17 +254,17 @@ class Forward {
     bool sparse = is_sparse(x), only_cut = is_only_cut(x);
     if (sparse) facts.read(x, batch, first, keys);
     Softmax<Op> softmax = {m.scores, m.halves, block, nats_of(x) * kLog2e};
-    Runs runs;
+    ColumnRanges ranges;
     for (long g = 0; g < groups; ++g) {
       Group &group = m.groups[g];
       const Query *queries = m.queries + group.begin;
-      find_runs<kPanel>(runs, x, group, queries, first, keys, sparse ? &facts : nullptr);
-      if (!runs.count) continue;
+      find_ranges<kPanel>(ranges, x, group, queries, first, keys, sparse ? &facts : nullptr);
+      if (!ranges.count) continue;
       const word *q = m.q + group.begin * q_words;
-      for (int n = 0; n < runs.count; ++n) {
-        Run run = runs.run[n];
-        for (int c = run.begin; c < run.end;) {
-          int panel = c / kPanel, end = (panel + 1) * kPanel < run.end ? (panel + 1) * kPanel : run.end;
+      for (int n = 0; n < ranges.count; ++n) {
+        ColumnRange range = ranges.range[n];
+        for (int c = range.begin; c < range.end;) {
+          int panel = c / kPanel, end = (panel + 1) * kPanel < range.end ? (panel + 1) * kPanel : range.end;
           if (!packed[panel]) pack(m, batch, kv_head, first, panel, keys);
           packed[panel] = true;
           const word *k = m.k + panel * kPanel * k_words + c % kPanel;
@@ -271,17 +273,17 @@ class Forward {
           c = end;
         }
         for (int r = 0; r < group.rows; ++r) {
-          float *s = m.scores + r * block + run.begin;
-          if (!plain) shape(x, queries[r], s, nullptr, first + run.begin, run.end - run.begin);
+          float *s = m.scores + r * block + range.begin;
+          if (!only_scaled) shape(x, queries[r], s, nullptr, first + range.begin, range.end - range.begin);
           if (only_cut)
-            cut(queries[r].reach, s, first + run.begin, run.end - run.begin);
+            cut(queries[r].keys, s, first + range.begin, range.end - range.begin);
           else
-            hide(x, queries[r], s, first + run.begin, run.end - run.begin);
+            hide(x, queries[r], s, first + range.begin, range.end - range.begin);
         }
       }
       float rescale[kTileRows];
-      softmax.weights(x, queries, group.rows, runs, first, m.top + group.begin, m.sum + group.begin, rescale);
-      accumulate(m, group, runs, rescale);
+      softmax.weights(x, queries, group.rows, ranges, first, m.top + group.begin, m.sum + group.begin, rescale);
+      accumulate(m, group, ranges, rescale);
       group.started = true;
     }
   }
@@ -293,7 +295,7 @@ class Forward {
     const In *v = (const In *)x.v + at(x.v_stride, batch, kv_head, slot);
     pack_transposed<In, Op>(m.k + panel * kPanel * k_words, k, x.k_stride[2], count, x.k_dim, kPanel);
     // a weight of 0 does not silence NaN or infinity: where nobody reads the key, its values become 0
-    Reach span = span_of(x, batch, 0, x.q_len - 1);
+    KeyRange span = key_range_of_rows(x, batch, 0, x.q_len - 1);
     bool all_read = !has_mask(x) && slot >= span.low && slot + count <= span.high;
     bool finite = all_read || are_finite(v, x.v_stride[2], count, x.v_dim);
     auto row = [&](long n) -> const In * {
@@ -307,16 +309,16 @@ class Forward {
   }
 
   // out = diag(rescale) out + weights V
-  void accumulate(const Memory &m, const Group &group, const Runs &runs, const float *rescale) {
+  void accumulate(const Memory &m, const Group &group, const ColumnRanges &ranges, const float *rescale) {
     const word *weights = Op::per_word == 2 ? (const word *)m.halves : (const word *)m.scores;
     long stride = block / Op::per_word, panel_words = stride * kPanel;
-    for (int n = 0; n < runs.count; ++n) {
-      long begin = runs.run[n].begin / Op::per_word, words = words_of<Op>(runs.run[n].cut) - begin;
+    for (int n = 0; n < ranges.count; ++n) {
+      long begin = ranges.range[n].begin / Op::per_word, words = words_of<Op>(ranges.range[n].cut) - begin;
       for (long c = 0; c < columns; c += kPanel) {
         int units = (int)((columns - c < kPanel ? columns - c : kPanel) / kUnit);
         const word *v = m.v + c / kPanel * panel_words + begin * kPanel;
-        Product p = {weights + begin, stride,  1, v, kPanel, words, m.out + group.begin * columns + c, columns,
-                     rescale, 0};
+        Product p = {weights + begin, stride,  1, v, kPanel, words, m.out + group.begin * columns + c,
+                     columns,         rescale, 0};
         if (n > 0)
           product<Op, kAdd>(p, group.rows, units);
         else if (group.started)

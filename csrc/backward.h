@@ -6,7 +6,7 @@
 #pragma once
 #include <sched.h>
 
-#include "pairs.h"
+#include "backward_tile.h"
 
 namespace {
 
@@ -86,7 +86,7 @@ void row_deltas(const Call &x, const regard_attention_grad &grad, float *delta) 
   }
 }
 
-// The two parts of a row's log-sum-exp, the lower one in base 2; +inf for a dead row, whose weights exp(s - inf) are then 0.
+// The two parts of a row's log-sum-exp, the lower one in base 2; +inf for a dead row: exp(s - inf) is 0.
 REGARD_INLINE void read_lse(const Call &x, int64_t n, float &lse, float &low) {
   lse = x.lse[n] == -INFINITY ? INFINITY : x.lse[n];
   low = x.lse_low ? x.lse_low[n] * kLog2e : 0.0f;
@@ -102,7 +102,7 @@ class Backward {
     k_words = words_of<Op>(x.k_dim), v_words = words_of<Op>(x.v_dim);
     q_row = round_up(k_words, kLanes), o_row = round_up(v_words, kLanes);
     k_columns = round_up(x.k_dim, kUnit), v_columns = round_up(x.v_dim, kUnit);
-    block = x.k_dim + x.v_dim <= 512 ? 4 * kPairWidth : 2 * kPairWidth;
+    block = x.k_dim + x.v_dim <= 512 ? 4 * kBackwardWidth : 2 * kBackwardWidth;
     flat = x.q_len * group_heads;
     key_blocks = (x.k_len + block - 1) / block, query_blocks = (flat + kQueryBlock - 1) / kQueryBlock;
   }
@@ -131,14 +131,14 @@ class Backward {
   int block;
 
   struct Memory {
-    word *k_transposed, *v_transposed, *k_rows;         // the key block, packed
-    word *q, *d_out, *q_panels, *d_out_panels;          // the query block: rows, and packed as right operands
+    word *k_transposed, *v_transposed, *k_rows;  // the key block, packed
+    word *q, *d_out, *q_panels, *d_out_panels;   // the query block: rows, and packed as right operands
     float *d_k, *d_v, *d_q, *lse, *low, *delta;
     Query *queries;
     WeightSink<Op> sink;
-    PairScores<Op> scores;
-    Runs runs[kQueryBlock / kTileRows];
-    unsigned covered[kQueryBlock / kTileRows];          // panels that a group has written, a bit each
+    TileScores<Op> scores;
+    ColumnRanges ranges[kQueryBlock / kTileRows];
+    unsigned covered[kQueryBlock / kTileRows];  // panels that a group has written, a bit each
   };
 
   void take(Arrays &arrays, Memory &m) {
@@ -158,16 +158,16 @@ class Backward {
     arrays.take(m.delta, kQueryBlock);
     arrays.take(m.queries, kQueryBlock);
     WeightSink<Op>::take(arrays, m.sink, block);
-    PairScores<Op>::take(arrays, m.scores);
+    TileScores<Op>::take(arrays, m.scores);
   }
 
   bool work(int64_t batch, int64_t kv_head, int key_block, int *turns) {
     Memory m;
     bool fits = reserve([&](Arrays &arrays) { take(arrays, m); });
-    m.scores.plain = is_plain(x);
+    m.scores.only_scaled = is_only_scaled(x);
     int64_t first = (int64_t)key_block * block;
     int keys = (int)(x.k_len - first < block ? x.k_len - first : block);
-    PanelFacts<kPairWidth> facts;
+    PanelFacts<kBackwardWidth> facts;
     bool sparse = is_sparse(x), packed = false;
     if (fits) {
       if (sparse) facts.read(x, batch, first, keys);
@@ -176,7 +176,7 @@ class Backward {
     }
     for (int64_t b = 0; b < query_blocks; ++b) {
       int64_t begin = b * kQueryBlock, end = begin + kQueryBlock < flat ? begin + kQueryBlock : flat;
-      Reach span = span_of(x, batch, begin / group_heads, (end - 1) / group_heads);
+      KeyRange span = key_range_of_rows(x, batch, begin / group_heads, (end - 1) / group_heads);
       bool meets = fits && (first < span.prefix || (first < span.high && first + keys > span.low));
       if (meets) {
         if (!packed) pack_keys(m, batch, kv_head, first, keys);
@@ -200,12 +200,12 @@ class Backward {
   void pack_keys(const Memory &m, int64_t batch, int64_t kv_head, int64_t first, int keys) {
     const In *k = (const In *)x.k + batch * x.k_stride[0] + kv_head * x.k_stride[1] + first * x.k_stride[2];
     const In *v = (const In *)x.v + batch * x.v_stride[0] + kv_head * x.v_stride[1] + first * x.v_stride[2];
-    for (int c = 0; c < keys; c += kPairWidth) {
-      long count = keys - c < kPairWidth ? keys - c : kPairWidth;
+    for (int c = 0; c < keys; c += kBackwardWidth) {
+      long count = keys - c < kBackwardWidth ? keys - c : kBackwardWidth;
       pack_transposed<In, Op>(m.k_transposed + c * k_words, k + c * x.k_stride[2], x.k_stride[2], count, x.k_dim,
-                              kPairWidth);
+                              kBackwardWidth);
       pack_transposed<In, Op>(m.v_transposed + c * v_words, v + c * x.v_stride[2], x.v_stride[2], count, x.v_dim,
-                              kPairWidth);
+                              kBackwardWidth);
     }
     bool finite = are_finite(k, x.k_stride[2], keys, x.k_dim);
     auto row = [&](long n) -> const In * {
@@ -218,15 +218,15 @@ class Backward {
 
   // False where no group reads a key of the block.
   bool load_queries(Memory &m, int64_t batch, int64_t kv_head, int64_t begin, int rows, int64_t first, int keys,
-                    const PanelFacts<kPairWidth> *facts) {
+                    const PanelFacts<kBackwardWidth> *facts) {
     bool any = false;
     for (int r = 0; r < rows; ++r)
       m.queries[r] = query_of(x, batch, kv_head * group_heads + (begin + r) % group_heads, (begin + r) / group_heads);
     for (int r = 0, g = 0; r < rows; r += kTileRows, ++g) {
       Group group = {r, rows - r < kTileRows ? rows - r : kTileRows, {}, true};
       group.hull = hull_of(m.queries + r, group.rows);
-      find_runs<kPairWidth>(m.runs[g], x, group, m.queries + r, first, keys, facts);
-      any |= m.runs[g].count > 0;
+      find_ranges<kBackwardWidth>(m.ranges[g], x, group, m.queries + r, first, keys, facts);
+      any |= m.ranges[g].count > 0;
     }
     if (!any) return false;
     for (int r = 0; r < rows; ++r) {
@@ -254,7 +254,8 @@ class Backward {
       if (f + kQueryBlock >= flat) continue;
       int64_t next = (f + kQueryBlock) / group_heads;
       head = kv_head * group_heads + (f + kQueryBlock) % group_heads;
-      fetch((const In *)x.q + batch * x.q_stride[0] + head * x.q_stride[1] + next * x.q_stride[2], x.k_dim * sizeof(In));
+      fetch((const In *)x.q + batch * x.q_stride[0] + head * x.q_stride[1] + next * x.q_stride[2],
+            x.k_dim * sizeof(In));
       fetch(grad.d_out + ((batch * x.q_heads + head) * x.q_len + next) * x.v_dim, x.v_dim * sizeof(float));
     }
   }
@@ -267,21 +268,29 @@ class Backward {
       fetch_rows(batch, kv_head, begin_row + r, count);
       m.sink.begin = r;
       m.covered[g] = 0;
-      PairTile tile = {m.d_out + r * o_row, nullptr, o_row, v_words, m.scores.s,
-                       x.dropout_p > 0 ? m.scores.kept : nullptr, x.softcap > 0 ? m.scores.slope : nullptr,
-                       m.lse + r, m.low + r, m.delta + r, nats};
-      for (int n = 0; n < m.runs[g].count; ++n) {
-        Run run = m.runs[g].run[n];
-        for (int panel = run.begin / kPairWidth; panel * kPairWidth < run.end; ++panel) {
-          int column = panel * kPairWidth;
-          int begin = run.begin > column ? run.begin - column : 0;
-          int end = run.end < column + kPairWidth ? run.end - column : kPairWidth;
+      BackwardTile tile = {m.d_out + r * o_row,
+                           nullptr,
+                           o_row,
+                           v_words,
+                           m.scores.s,
+                           x.dropout_p > 0 ? m.scores.kept : nullptr,
+                           x.softcap > 0 ? m.scores.slope : nullptr,
+                           m.lse + r,
+                           m.low + r,
+                           m.delta + r,
+                           nats};
+      for (int n = 0; n < m.ranges[g].count; ++n) {
+        ColumnRange range = m.ranges[g].range[n];
+        for (int panel = range.begin / kBackwardWidth; panel * kBackwardWidth < range.end; ++panel) {
+          int column = panel * kBackwardWidth;
+          int begin = range.begin > column ? range.begin - column : 0;
+          int end = range.end < column + kBackwardWidth ? range.end - column : kBackwardWidth;
           m.scores.compute(x, m.queries + r, m.q + r * q_row, q_row, m.k_transposed + column * k_words, k_words, count,
                            first + column, begin, end);
           tile.v = m.v_transposed + column * v_words;
-          pairs<Op>(tile, m.sink, count, column, begin, (end - begin) / kUnit);
+          backward_tiles<Op>(tile, m.sink, count, column, begin, (end - begin) / kUnit);
           m.covered[g] |= 1u << panel;
-          for (int c = 0; c < kPairWidth; c += kLanes)
+          for (int c = 0; c < kBackwardWidth; c += kLanes)
             for (int i = 0; i < count && (c < begin || c >= end); i += 2)
               m.sink.put(i, count, column + c, vf{}, vf{}, vf{}, vf{});
         }
@@ -299,11 +308,12 @@ class Backward {
                 long columns) {
     for (long c = 0; c < columns; c += kPanel)
       for (int key = 0; key < keys; key += kTileRows) {
-        unsigned bit = 1u << (key / kPairWidth);
+        unsigned bit = 1u << (key / kBackwardWidth);
         for (int g = 0, end; g < groups; g = end + 1) {
           for (end = g; end < groups && (m.covered[end] & bit);) ++end;
           if (end == g) continue;
-          long begin = g * kTileRows, stop = end * kTileRows < rows ? end * kTileRows : rows, skip = begin / Op::per_word;
+          long begin = g * kTileRows, stop = end * kTileRows < rows ? end * kTileRows : rows,
+               skip = begin / Op::per_word;
           const word *right = panels + c / kPanel * (kQueryBlock / Op::per_word * kPanel) + skip * kPanel;
           product<Op, kAdd>({weights + skip * block + key, 1, block, right, kPanel, words_of<Op>(stop - begin),
                              sum + key * columns + c, columns, nullptr, 0},
@@ -318,11 +328,19 @@ class Backward {
     for (int r = 0, g = 0; r < rows; r += kTileRows, ++g) {
       int count = rows - r < kTileRows ? rows - r : kTileRows;
       for (long c = 0; c < k_columns; c += kPanel)
-        for (int n = 0; n < m.runs[g].count; ++n) {
-          Run run = m.runs[g].run[n];
-          long begin = run.begin / Op::per_word, words = words_of<Op>(run.cut) - begin;
-          Product p = {m.sink.ds_rows + r * stride + begin, stride, 1, m.k_rows + c / kPanel * panel + begin * kPanel,
-                       kPanel, words, m.d_q + r * k_columns + c, k_columns, nullptr, 0};
+        for (int n = 0; n < m.ranges[g].count; ++n) {
+          ColumnRange range = m.ranges[g].range[n];
+          long begin = range.begin / Op::per_word, words = words_of<Op>(range.cut) - begin;
+          Product p = {m.sink.ds_rows + r * stride + begin,
+                       stride,
+                       1,
+                       m.k_rows + c / kPanel * panel + begin * kPanel,
+                       kPanel,
+                       words,
+                       m.d_q + r * k_columns + c,
+                       k_columns,
+                       nullptr,
+                       0};
           int units = (int)((k_columns - c < kPanel ? k_columns - c : kPanel) / kUnit);
           if (n == 0)
             product<Op, kZero>(p, count, units);
@@ -333,7 +351,7 @@ class Backward {
   }
   void add_queries(const Memory &m, int rows) {
     for (int r = 0; r < rows; ++r) {
-      if (!m.runs[r / kTileRows].count) continue;
+      if (!m.ranges[r / kTileRows].count) continue;
       const Query &q = m.queries[r];
       float *to = grad.d_q + ((q.batch * x.q_heads + q.head) * x.q_len + q.row) * x.k_dim;
       const float *from = m.d_q + r * k_columns;

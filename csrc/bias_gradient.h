@@ -3,17 +3,17 @@
 // A pass of its own, which recomputes dS: one task owns each place of the result and adds to it in one order, so the
 // result does not depend on threads.
 #pragma once
-#include "backward.inc"
-#include "forward.inc"
+#include "backward.h"
+#include "forward.h"
 
 namespace {
 
-// dS of one tile, [kTileRows][kPairWidth].
+// dS of one tile, [kTileRows][kBackwardWidth].
 struct GradientSink {
   float *ds;
   REGARD_INLINE void put(int r, int rows, int column, vf, vf, vf ds0, vf ds1) const {
-    store(ds + r * kPairWidth + column, ds0);
-    if (r + 1 < rows) store(ds + (r + 1) * kPairWidth + column, ds1);
+    store(ds + r * kBackwardWidth + column, ds0);
+    if (r + 1 < rows) store(ds + (r + 1) * kBackwardWidth + column, ds1);
   }
 };
 
@@ -66,20 +66,20 @@ class BiasGradient {
     word *k_transposed, *v_transposed, *q, *d_out;
     float *lse, *low, *delta;
     Query *queries;
-    PairScores<Op> scores;
+    TileScores<Op> scores;
     GradientSink sink;
   };
   void take(Arrays &arrays, Memory &m) {
-    arrays.take(m.k_transposed, kPairWidth * k_words);
-    arrays.take(m.v_transposed, kPairWidth * v_words);
+    arrays.take(m.k_transposed, kBackwardWidth * k_words);
+    arrays.take(m.v_transposed, kBackwardWidth * v_words);
     arrays.take(m.q, kQueryBlock * q_row);
     arrays.take(m.d_out, kQueryBlock * o_row);
     arrays.take(m.lse, kQueryBlock);
     arrays.take(m.low, kQueryBlock);
     arrays.take(m.delta, kQueryBlock);
     arrays.take(m.queries, kQueryBlock);
-    arrays.take(m.sink.ds, kTileRows * kPairWidth);
-    PairScores<Op>::take(arrays, m.scores);
+    arrays.take(m.sink.ds, kTileRows * kBackwardWidth);
+    TileScores<Op>::take(arrays, m.scores);
   }
 
   // Calls `work` on every chunk of query rows; those that share an owner run in order on one thread.
@@ -102,7 +102,7 @@ class BiasGradient {
   bool work(int64_t batch, int64_t head, int64_t begin, const Add &add) {
     Memory m;
     if (!reserve([&](Arrays &arrays) { take(arrays, m); })) return false;
-    m.scores.plain = is_plain(x);
+    m.scores.only_scaled = is_only_scaled(x);
     int rows = (int)(x.q_len - begin < kQueryBlock ? x.q_len - begin : kQueryBlock);
     for (int r = 0; r < rows; ++r) {
       int64_t row = begin + r, n = (batch * x.q_heads + head) * x.q_len + row;
@@ -114,9 +114,9 @@ class BiasGradient {
       m.delta[r] = all_deltas[n];
     }
     int64_t kv_head = head / (x.q_heads / x.kv_heads);
-    Reach span = span_of(x, batch, begin, begin + rows - 1);
-    for (int64_t first = 0; first < x.k_len; first += kPairWidth) {
-      int keys = (int)(x.k_len - first < kPairWidth ? x.k_len - first : kPairWidth);
+    KeyRange span = key_range_of_rows(x, batch, begin, begin + rows - 1);
+    for (int64_t first = 0; first < x.k_len; first += kBackwardWidth) {
+      int keys = (int)(x.k_len - first < kBackwardWidth ? x.k_len - first : kBackwardWidth);
       if (first < span.prefix || (first < span.high && first + keys > span.low))
         add_panel(m, batch, kv_head, rows, first, keys, add);
     }
@@ -127,32 +127,41 @@ class BiasGradient {
   void add_panel(const Memory &m, int64_t batch, int64_t kv_head, int rows, int64_t first, int keys, const Add &add) {
     const In *k = (const In *)x.k + batch * x.k_stride[0] + kv_head * x.k_stride[1] + first * x.k_stride[2];
     const In *v = (const In *)x.v + batch * x.v_stride[0] + kv_head * x.v_stride[1] + first * x.v_stride[2];
-    pack_transposed<In, Op>(m.k_transposed, k, x.k_stride[2], keys, x.k_dim, kPairWidth);
-    pack_transposed<In, Op>(m.v_transposed, v, x.v_stride[2], keys, x.v_dim, kPairWidth);
-    PanelFacts<kPairWidth> facts;
+    pack_transposed<In, Op>(m.k_transposed, k, x.k_stride[2], keys, x.k_dim, kBackwardWidth);
+    pack_transposed<In, Op>(m.v_transposed, v, x.v_stride[2], keys, x.v_dim, kBackwardWidth);
+    PanelFacts<kBackwardWidth> facts;
     if (is_sparse(x)) facts.read(x, batch, first, keys);
     for (int r = 0; r < rows; r += kTileRows) {
       Group group = {r, rows - r < kTileRows ? rows - r : kTileRows, {}, true};
       group.hull = hull_of(m.queries + r, group.rows);
-      Runs runs;
-      find_runs<kPairWidth>(runs, x, group, m.queries + r, first, keys, is_sparse(x) ? &facts : nullptr);
-      if (!runs.count) continue;
-      Run run = runs.run[0];
-      m.scores.compute(x, m.queries + r, m.q + r * q_row, q_row, m.k_transposed, k_words, group.rows, first, run.begin,
-                       run.end);
+      ColumnRanges ranges;
+      find_ranges<kBackwardWidth>(ranges, x, group, m.queries + r, first, keys, is_sparse(x) ? &facts : nullptr);
+      if (!ranges.count) continue;
+      ColumnRange range = ranges.range[0];
+      m.scores.compute(x, m.queries + r, m.q + r * q_row, q_row, m.k_transposed, k_words, group.rows, first,
+                       range.begin, range.end);
       // without the cap's slope: the bias is added after it
-      PairTile tile = {m.d_out + r * o_row, m.v_transposed, o_row, v_words, m.scores.s,
-                       x.dropout_p > 0 ? m.scores.kept : nullptr, nullptr, m.lse + r, m.low + r, m.delta + r,
-                       nats_of(x)};
-      pairs<Op>(tile, m.sink, group.rows, 0, run.begin, (run.end - run.begin) / kUnit);
+      BackwardTile tile = {m.d_out + r * o_row,
+                           m.v_transposed,
+                           o_row,
+                           v_words,
+                           m.scores.s,
+                           x.dropout_p > 0 ? m.scores.kept : nullptr,
+                           nullptr,
+                           m.lse + r,
+                           m.low + r,
+                           m.delta + r,
+                           nats_of(x)};
+      backward_tiles<Op>(tile, m.sink, group.rows, 0, range.begin, (range.end - range.begin) / kUnit);
       for (int i = 0; i < group.rows; ++i)
-        add(m.queries[r + i], first + run.begin, m.sink.ds + i * kPairWidth + run.begin, run.cut - run.begin);
+        add(m.queries[r + i], first + range.begin, m.sink.ds + i * kBackwardWidth + range.begin,
+            range.cut - range.begin);
     }
   }
 };
 
 // Few rows went through the decode kernel, which adds products in another order than the backward pass does: with large
-// scores their log-sum-exp would not fit the weights. So it is computed anew, in the backward pass's order, into `room`.
+// scores their log-sum-exp would not fit the weights. So it is computed anew in the backward pass's order, into `room`.
 template <class In, class Op>
 int repeat_few_rows(Call &call, float *room) {
   int64_t rows = call.batch * call.q_heads * call.q_len;

@@ -83,7 +83,8 @@ class RecurrenceForward {
     long every = kept_every(x.k_dim, x.v_dim), count = (x.tokens + every - 1) / every;
     for (long first = 0; first < x.tokens; first += z.size) {
       if (x.kept && first % every == 0)
-        write_rows(x.kept + (pair * count + first / every) * x.k_dim * x.v_dim + column, x.v_dim, state, 0, x.k_dim, columns);
+        write_rows(x.kept + (pair * count + first / every) * x.k_dim * x.v_dim + column, x.v_dim, state, 0, x.k_dim,
+                   columns);
       long n = x.tokens - first < z.size ? x.tokens - first : z.size;
       begin_chunk(z, c, head, first, n, x.scale, scratch);
       long next = first + n, after = x.tokens - next < z.size ? x.tokens : next + z.size;
@@ -92,8 +93,8 @@ class RecurrenceForward {
       Ahead<In> ahead = {z, head, out, element * x.out_stride[2], element * columns, next, after, 0, n};
       auto fetch_some = [&]() __attribute__((always_inline)) { ahead.some(); };
       if (z.delta)
-        multiply_panels<kZero>(read, 0, c.fading, z.wide, 1, state, x.k_dim, round_up(n, kUnit), columns, nullptr, false,
-                               fetch_some);
+        multiply_panels<kZero>(read, 0, c.fading, z.wide, 1, state, x.k_dim, round_up(n, kUnit), columns, nullptr,
+                               false, fetch_some);
       multiply_panels<kZero>(read, z.size, c.fading + z.size * z.wide, z.wide, 1, state, x.k_dim, n, columns, nullptr,
                              false, fetch_some);
       correct(z, c, head, first, read);
@@ -133,7 +134,8 @@ class RecurrenceForward {
   }
 
   // The rows of a chunk; false where a number is not finite.
-  bool put_chunk(const Sizes &z, const Panels &read, int64_t batch, int64_t head, long first, long n, long column) const {
+  bool put_chunk(const Sizes &z, const Panels &read, int64_t batch, int64_t head, long first, long n,
+                 long column) const {
     vf nothing = {};
     for (long i = 0; i < n; ++i)
       for (long c = 0; c < z.v_dim; c += kPanel) {
@@ -144,7 +146,7 @@ class RecurrenceForward {
   }
 
   // What queries read where something is not finite: a tile of rows ends at its last one's token, and there 0 times NaN
-  // would reach the rows above. Each row by itself, to the same bits.
+  // would pair_decay the rows above. Each row by itself, to the same bits.
   void read_alone(const Sizes &z, const Chunk &c, const Panels &read, const Panels &state) const {
     multiply_panels<kZero>(read, z.size, c.fading + z.size * z.wide, z.wide, 1, state, z.k_dim, c.n, z.v_dim);
     for (long i = 0; i < c.n; ++i)
@@ -209,8 +211,10 @@ class RecurrenceForward {
   void advance(const Token &token, const float *from, float *to, long step, long first, long columns) const {
     if (token.opens) from = nullptr;
     long c = 0;  // a strip of columns at a time stays in registers and cache
-    for (; c + 8 * kLanes <= columns; c += 8 * kLanes) strip<8>(token, from ? from + c : nullptr, to + c, step, first + c);
-    for (; c + 4 * kLanes <= columns; c += 4 * kLanes) strip<4>(token, from ? from + c : nullptr, to + c, step, first + c);
+    for (; c + 8 * kLanes <= columns; c += 8 * kLanes)
+      strip<8>(token, from ? from + c : nullptr, to + c, step, first + c);
+    for (; c + 4 * kLanes <= columns; c += 4 * kLanes)
+      strip<4>(token, from ? from + c : nullptr, to + c, step, first + c);
     for (; c + kLanes <= columns; c += kLanes) strip<1>(token, from ? from + c : nullptr, to + c, step, first + c);
     for (; c < columns; ++c) single(token, from ? from + c : nullptr, to + c, step, first + c);
   }

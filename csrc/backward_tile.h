@@ -4,31 +4,31 @@
 //
 // with f the dropout factor. P is 0 for pairs that may not attend, and dS then exactly 0, whatever V holds there.
 #pragma once
-#include "runs.h"
+#include "column_ranges.h"
 
 namespace {
 
-constexpr int kPairWidth = 48;  // columns of a tile: a multiple of 6 and of 16
+constexpr int kBackwardWidth = 48;  // columns of a tile: a multiple of 6 and of 16
 
-struct PairTile {
-  const word *d_out, *v;       // rows of dO; V^T, kPairWidth columns
+struct BackwardTile {
+  const word *d_out, *v;  // rows of dO; V^T, kBackwardWidth columns
   long d_out_row, words;
-  const float *s;              // [6][kPairWidth] scores; times `nats` they are logits
-  const float *kept, *slope;   // dropout factors and derivatives of the cap, the same shape, or null
+  const float *s;                  // [6][kBackwardWidth] scores; times `nats` they are logits
+  const float *kept, *slope;       // dropout factors and derivatives of the cap, the same shape, or null
   const float *lse, *low, *delta;  // per row; lse is +inf for dead rows, low in base 2
   float nats;
 };
 
 template <class Op, int R, int V, class Sink>
-void pair_tile(const PairTile &a, const Sink &sink, int column, int offset) {
+void backward_tile(const BackwardTile &a, const Sink &sink, int column, int offset) {
   Tile<Op, R, V> tile;
   tile.zero();
-  tile.multiply(a.d_out, a.d_out_row, 1, a.v + offset, kPairWidth, a.words);
+  tile.multiply(a.d_out, a.d_out_row, 1, a.v + offset, kBackwardWidth, a.words);
   each<R * V>(REGARD_EACH {  // column by column, rows in pairs
     constexpr int v = i / R, r = i % R;
     if constexpr (r % 2 == 0) {
       constexpr int next = r + 1 < R ? r + 1 : r;
-      auto at = [&](int row) { return row * kPairWidth + offset + v * kLanes; };
+      auto at = [&](int row) { return row * kBackwardWidth + offset + v * kLanes; };
       auto weight = [&](int row) __attribute__((always_inline)) {
         vf above = load(a.s + at(row)) * a.nats - a.lse[row];  // rounded once: -ffp-contract=fast
         return exp2v<Op::coarse>(above * kLog2e - a.low[row]);
@@ -51,50 +51,51 @@ void pair_tile(const PairTile &a, const Sink &sink, int column, int offset) {
 }
 
 template <class Op, int V, class Sink>
-void pair_rows(const PairTile &a, const Sink &sink, int rows, int column, int offset) {
+void backward_rows(const BackwardTile &a, const Sink &sink, int rows, int column, int offset) {
   switch (rows) {
-    case 1: return pair_tile<Op, 1, V>(a, sink, column, offset);
-    case 2: return pair_tile<Op, 2, V>(a, sink, column, offset);
-    case 3: return pair_tile<Op, 3, V>(a, sink, column, offset);
-    case 4: return pair_tile<Op, 4, V>(a, sink, column, offset);
-    case 5: return pair_tile<Op, 5, V>(a, sink, column, offset);
-    default: return pair_tile<Op, 6, V>(a, sink, column, offset);
+    case 1: return backward_tile<Op, 1, V>(a, sink, column, offset);
+    case 2: return backward_tile<Op, 2, V>(a, sink, column, offset);
+    case 3: return backward_tile<Op, 3, V>(a, sink, column, offset);
+    case 4: return backward_tile<Op, 4, V>(a, sink, column, offset);
+    case 5: return backward_tile<Op, 5, V>(a, sink, column, offset);
+    default: return backward_tile<Op, 6, V>(a, sink, column, offset);
   }
 }
 
 // Columns offset ... offset + 16 units of the panel, which the sink calls column + offset and so on.
 template <class Op, class Sink>
-void pairs(const PairTile &a, const Sink &sink, int rows, int column, int offset, int units) {
+void backward_tiles(const BackwardTile &a, const Sink &sink, int rows, int column, int offset, int units) {
   constexpr int most = kTileUnits < 3 ? kTileUnits : 3;
   for (; units > most; units -= most, offset += most * kUnit)
-    pair_rows<Op, most * kUnitVectors>(a, sink, rows, column, offset);
+    backward_rows<Op, most * kUnitVectors>(a, sink, rows, column, offset);
   if constexpr (most == 3) {
-    if (units == 1) return pair_rows<Op, kUnitVectors>(a, sink, rows, column, offset);
-    if (units == 2) return pair_rows<Op, 2 * kUnitVectors>(a, sink, rows, column, offset);
+    if (units == 1) return backward_rows<Op, kUnitVectors>(a, sink, rows, column, offset);
+    if (units == 2) return backward_rows<Op, 2 * kUnitVectors>(a, sink, rows, column, offset);
   }
-  pair_rows<Op, most * kUnitVectors>(a, sink, rows, column, offset);
+  backward_rows<Op, most * kUnitVectors>(a, sink, rows, column, offset);
 }
 
-// Scores of a group of query rows against columns begin ... end of one panel, ready for pair_rows.
+// Scores of a group of query rows against columns begin ... end of one panel, ready for backward_rows.
 template <class Op>
-struct PairScores {
-  float *s, *slope, *kept;  // [kTileRows][kPairWidth] each
-  bool plain;
+struct TileScores {
+  float *s, *slope, *kept;  // [kTileRows][kBackwardWidth] each
+  bool only_scaled;
 
-  static void take(Arrays &arrays, PairScores &scores) {
-    arrays.take(scores.s, kTileRows * kPairWidth);
-    arrays.take(scores.slope, kTileRows * kPairWidth);
-    arrays.take(scores.kept, kTileRows * kPairWidth);
+  static void take(Arrays &arrays, TileScores &scores) {
+    arrays.take(scores.s, kTileRows * kBackwardWidth);
+    arrays.take(scores.slope, kTileRows * kBackwardWidth);
+    arrays.take(scores.kept, kTileRows * kBackwardWidth);
   }
   // `k` is the panel of K^T, `first` the slot of its first column
   void compute(const Call &x, const Query *queries, const word *q, long q_row, const word *k, long words, int rows,
                int64_t first, int begin, int end) const {
-    product<Op, kZero>({q, q_row, 1, k + begin, kPairWidth, words, s + begin, kPairWidth, nullptr, 0}, rows,
+    product<Op, kZero>({q, q_row, 1, k + begin, kBackwardWidth, words, s + begin, kBackwardWidth, nullptr, 0}, rows,
                        (end - begin) / kUnit);
     int count = end - begin;
     for (int r = 0; r < rows; ++r) {
-      int offset = r * kPairWidth + begin;
-      if (!plain) shape(x, queries[r], s + offset, x.softcap > 0 ? slope + offset : nullptr, first + begin, count);
+      int offset = r * kBackwardWidth + begin;
+      if (!only_scaled)
+        shape(x, queries[r], s + offset, x.softcap > 0 ? slope + offset : nullptr, first + begin, count);
       hide(x, queries[r], s + offset, first + begin, count);
       if (x.dropout_p == 0) continue;
       float factor = kept_factor(x);

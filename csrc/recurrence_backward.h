@@ -1,5 +1,6 @@
-// The recurrence, backward: the forward pass kept a state every so many tokens. From the last such stretch to the first,
-// its chunks run again and are remembered; then they are walked back with dS, the gradient of the state behind them.
+// The recurrence, backward: the forward pass kept a state every so many tokens. From the last such stretch to the
+// first, its chunks run again and are remembered; then they are walked back with dS, the gradient of the state behind
+// them.
 //
 // With u = beta m, and Y the rows -dr (r what m was solved for) above those of dO:
 //   du = P^T dO + (E k) dS,   dm_i = du_i - sum_{j>i} L_ji dr_j,   dr = beta dm,   dbeta = dm . m,   dv = dr
@@ -7,7 +8,7 @@
 // and the log-decays: a weight W_ij = D_ij dD_ij belongs to every token j < l <= i, so each token gets the sums of rows
 // from it on, less those of columns from it on. These start again at a reset, so that nothing crosses it.
 #pragma once
-#include "recurrence.inc"
+#include "recurrence_forward.h"
 
 namespace {
 
@@ -41,14 +42,14 @@ class RecurrenceBackward {
     Chunk chunks[kMaxChunks];
     Panels states[kMaxChunks];  // before each chunk of a stretch
     Panels d_state, y, dm, read;
-    float *d_fading;    // [2 C][wide]
-    float *d_ending;    // [C][wide]
-    float *d_rows;      // [2 C][wide]: of k and q (scaled)
-    float *row_part;    // [2 C][wide], channel decays: what rows i get from pairs, k then q
-    float *column_part; // [C][wide]: what columns j get from pairs
-    float *d_pairs;     // [2 C][C]
-    float *left;        // [C][2 C]
-    float *transposed;  // [Dv][max(wide, C)]
+    float *d_fading;     // [2 C][wide]
+    float *d_ending;     // [C][wide]
+    float *d_rows;       // [2 C][wide]: of k and q (scaled)
+    float *row_part;     // [2 C][wide], channel decays: what rows i get from pairs, k then q
+    float *column_part;  // [C][wide]: what columns j get from pairs
+    float *d_pairs;      // [2 C][C]
+    float *left;         // [C][2 C]
+    float *transposed;   // [Dv][max(wide, C)]
     float *scratch;
   };
 
@@ -100,7 +101,8 @@ class RecurrenceBackward {
   void again(Memory &m, long n, long used, const Head<In> &head, long first, long end) {
     Chunk &c = m.chunks[n];
     begin_chunk(z, c, head, first, end - first < z.size ? end - first : z.size, x.scale, m.scratch);
-    if (z.delta) multiply_panels<kZero>(m.read, 0, c.fading, z.wide, 1, m.states[n], x.k_dim, round_up(c.n, kUnit), x.v_dim);
+    if (z.delta)
+      multiply_panels<kZero>(m.read, 0, c.fading, z.wide, 1, m.states[n], x.k_dim, round_up(c.n, kUnit), x.v_dim);
     correct(z, c, head, first, m.read);
     if (n + 1 == used) return;
     memcpy(m.states[n + 1].p, m.states[n].p, panels_size(x.k_dim, x.v_dim) * sizeof(float));
@@ -176,7 +178,7 @@ class RecurrenceBackward {
       float *to = m.left + i * 2 * size;
       for (long j = 0; j < n; ++j) {
         long late = i > j ? i : j, early = i > j ? j : i;
-        float weight = c.reach[late * size + early];
+        float weight = c.pair_decay[late * size + early];
         to[j] = z.delta && late > early ? m.d_pairs[late * size + early] * weight : 0.0f;
         to[size + j] = j >= i ? m.d_pairs[(size + j) * size + i] * weight : 0.0f;
       }
@@ -190,12 +192,12 @@ class RecurrenceBackward {
     }
   }
 
-  // The same with decays per channel, sixteen of them in lanes: for each row i, D_ij for falling j is a running product.
+  // The same with decays per channel, sixteen in lanes: for each row i, D_ij for falling j is a running product.
   void channel_pairs(Memory &m, const Chunk &c) {
     long size = z.size, wide = z.wide, n = c.n;
     for (long d = 0; d < wide - kUnit; d += kLanes) {
-      vf columns[kChannelChunk];
-      each<kChannelChunk>(REGARD_EACH { columns[i] = vf{}; });
+      vf columns[kChannelChunkTokens];
+      each<kChannelChunkTokens>(REGARD_EACH { columns[i] = vf{}; });
       for (long i = 0; i < n; ++i) {
         vf k = load(c.rows + i * wide + d), q = load(c.rows + (size + i) * wide + d);
         vf product = splat(1), key_row = {}, query_row = {};
@@ -235,7 +237,7 @@ class RecurrenceBackward {
 
   void decays(Memory &m, const Chunk &c, const Panels &state, float *to) {
     long size = z.size, wide = z.wide, n = c.n;
-    float rows[kChunk], columns[kChunk] = {}, ends[kChunk], whole = 0;
+    float rows[kChunkTokens], columns[kChunkTokens] = {}, ends[kChunkTokens], whole = 0;
     for (long i = 0; i < n; ++i) {
       vf near = {}, far = {};
       for (long d = 0; d < wide - kUnit; d += kLanes) {
@@ -256,7 +258,7 @@ class RecurrenceBackward {
         for (long r = 0; r < x.k_dim; ++r) sum += load(state.at(r, column)) * load(m.d_state.at(r, column));
       whole = sum_lanes(sum) * c.total[0];
     }
-    double before[kChunk + 1] = {}, later = 0;  // long sums that nearly cancel
+    double before[kChunkTokens + 1] = {}, later = 0;  // long sums that nearly cancel
     for (long i = 0; i < n; ++i) before[i + 1] = before[i] + ends[i];
     for (long l = n - 1; l >= 0; --l) {
       bool reset = c.decay[l] == 0;
@@ -276,7 +278,7 @@ class RecurrenceBackward {
           sum += load(state.at(d + lane, column)) * load(m.d_state.at(d + lane, column));
         sums[lane] = sum_lanes(sum);
       }
-      vf before[kChannelChunk + 1], later = {}, whole = load(sums) * load(c.total + d);
+      vf before[kChannelChunkTokens + 1], later = {}, whole = load(sums) * load(c.total + d);
       before[0] = vf{};
       for (long i = 0; i < n; ++i)
         before[i + 1] = before[i] + load(m.d_ending + i * wide + d) * load(c.ending + i * wide + d);

@@ -81,7 +81,8 @@ struct SelectiveLanes {
 
   REGARD_INLINE void read(float *to, const float *from) const {
     for (long n = 0; n < x.states; ++n)
-      for (long c = 0; c < kLanes; ++c) to[n * kLanes + c] = from && c < count ? from[(begin + c) * x.states + n] : 0.0f;
+      for (long c = 0; c < kLanes; ++c)
+        to[n * kLanes + c] = from && c < count ? from[(begin + c) * x.states + n] : 0.0f;
   }
   REGARD_INLINE void write(float *to, const float *from) const {
     for (long n = 0; n < x.states; ++n)

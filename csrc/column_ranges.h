@@ -8,29 +8,29 @@ constexpr int kMaxBlock = 512;  // keys of a block; six rows of scores stay in t
 constexpr int kMaxPanels = 8;   // panels of a block
 
 // Columns of a block that a group of rows reads: [begin, end) in whole units, none read from `cut` on.
-struct Run {
+struct ColumnRange {
   int begin, end, cut;
 };
-struct Runs {
+struct ColumnRanges {
   int count;
-  Run run[kMaxPanels];
+  ColumnRange range[kMaxPanels];
 };
 
 struct Group {
   int begin, rows;
-  Reach hull;
+  KeyRange hull;
   bool started;  // whether its sums hold anything yet
 };
 
-// Hull of the rows' reaches.
-REGARD_INLINE Reach hull_of(const Query *queries, int rows) {
-  Reach hull = {0, INT64_MAX, 0};
+// Hull of the rows' key ranges.
+REGARD_INLINE KeyRange hull_of(const Query *queries, int rows) {
+  KeyRange hull = {0, INT64_MAX, 0};
   for (int r = 0; r < rows; ++r) {
-    const Reach &reach = queries[r].reach;
-    if (reach.prefix > hull.prefix) hull.prefix = reach.prefix;
-    if (reach.low >= reach.high) continue;
-    if (reach.low < hull.low) hull.low = reach.low;
-    if (reach.high > hull.high) hull.high = reach.high;
+    const KeyRange &range = queries[r].keys;
+    if (range.prefix > hull.prefix) hull.prefix = range.prefix;
+    if (range.low >= range.high) continue;
+    if (range.low < hull.low) hull.low = range.low;
+    if (range.high > hull.high) hull.high = range.high;
   }
   if (hull.low > hull.high) hull.low = hull.high;
   return hull;
@@ -74,11 +74,11 @@ struct PanelFacts {
   }
 };
 
-// The runs of a group in the block of `keys` keys at slot `first`; `facts` is null where panels cannot be ruled out.
+// The ranges of a group in the block of `keys` keys at slot `first`; `facts` is null where panels cannot be ruled out.
 template <int width>
-REGARD_INLINE void find_runs(Runs &runs, const Call &x, const Group &group, const Query *queries, int64_t first,
-                             int keys, const PanelFacts<width> *facts) {
-  runs.count = 0;
+REGARD_INLINE void find_ranges(ColumnRanges &ranges, const Call &x, const Group &group, const Query *queries,
+                               int64_t first, int keys, const PanelFacts<width> *facts) {
+  ranges.count = 0;
   int prefix = (int)clamp(group.hull.prefix - first, 0, keys);
   int low = (int)clamp(group.hull.low - first, 0, keys), high = (int)clamp(group.hull.high - first, 0, keys);
   for (int panel = 0; panel < keys; panel += width) {
@@ -89,16 +89,16 @@ REGARD_INLINE void find_runs(Runs &runs, const Call &x, const Group &group, cons
     int begin = in_prefix || low < panel ? panel : low / kUnit * kUnit;
     int cut = in_interval ? (high < end ? high : end) : 0;
     if (in_prefix && cut < (prefix < end ? prefix : end)) cut = prefix < end ? prefix : end;
-    Run *last = runs.count ? &runs.run[runs.count - 1] : nullptr;
+    ColumnRange *last = ranges.count ? &ranges.range[ranges.count - 1] : nullptr;
     if (last && last->cut == begin)
       last->cut = cut;
     else
-      runs.run[runs.count++] = {begin, 0, cut};
-    runs.run[runs.count - 1].end = (int)round_up(cut, kUnit);
+      ranges.range[ranges.count++] = {begin, 0, cut};
+    ranges.range[ranges.count - 1].end = (int)round_up(cut, kUnit);
   }
 }
 
-// Whether panels may be ruled out by more than the reach.
+// Whether panels may be ruled out by more than the key range.
 REGARD_INLINE bool is_sparse(const Call &x) { return x.keep || x.q_segment || x.layout; }
 
 }  // namespace

@@ -1,10 +1,11 @@
-// The kernels in plain loops: any machine, every option of regard.h, a row at a time. Slow; the fast sets are compared with it.
+// Attention in plain loops: every option of regard.h, a row at a time, sharing no code with the kernels. check_sets
+// compares these with them; the library has no plain loops.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "regard.h"
+#include "kernels.h"
 
 namespace {
 
@@ -24,7 +25,8 @@ void store(void *base, int64_t at, float value, bool wide) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
   const bool nan = value != value;  // else round to nearest even
-  static_cast<uint16_t *>(base)[at] = static_cast<uint16_t>(nan ? (bits >> 16) | 64 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  static_cast<uint16_t *>(base)[at] =
+      static_cast<uint16_t>(nan ? (bits >> 16) | 64 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
 void load_row(float *to, const void *base, int64_t at, int64_t n, int32_t dtype) {
@@ -49,7 +51,8 @@ struct Row {
   Row(const regard_attention &call, int64_t batch, int64_t head, int64_t row)
       : a(call), b(batch), h(head), r(row), i(call.q_start[batch] + row) {
     const uint64_t seed = static_cast<uint64_t>(a.dropout_seed);
-    line = mix(mix(mix(static_cast<uint32_t>(seed) ^ static_cast<uint32_t>(b)) ^ static_cast<uint32_t>(h)) ^ static_cast<uint32_t>(r));
+    line = mix(mix(mix(static_cast<uint32_t>(seed) ^ static_cast<uint32_t>(b)) ^ static_cast<uint32_t>(h)) ^
+               static_cast<uint32_t>(r));
     high_word = static_cast<uint32_t>(seed >> 32);
     threshold = static_cast<uint64_t>(static_cast<double>(a.dropout_p) * 4294967296.0);
   }
@@ -92,7 +95,9 @@ struct Row {
   float capped(float score) const { return a.softcap > 0 ? a.softcap * tanhf(score / a.softcap) : score; }
 };
 
-int64_t at(const int64_t *stride, int64_t b, int64_t h, int64_t t) { return b * stride[0] + h * stride[1] + t * stride[2]; }
+int64_t at(const int64_t *stride, int64_t b, int64_t h, int64_t t) {
+  return b * stride[0] + h * stride[1] + t * stride[2];
+}
 
 void forward_row(const regard_attention &a, const Row &row, float *scratch) {
   float *x = scratch, *acc = x + a.k_dim, *scores = acc + a.v_dim;
@@ -114,7 +119,8 @@ void forward_row(const regard_attention &a, const Row &row, float *scratch) {
   }
   const bool dead = top == -INFINITY;
   const bool wide = a.out_f32 || a.dtype == REGARD_F32;
-  for (int64_t d = 0; d < a.v_dim; ++d) store(a.out, at(a.out_stride, row.b, row.h, row.r) + d, dead ? 0 : acc[d] / total, wide);
+  for (int64_t d = 0; d < a.v_dim; ++d)
+    store(a.out, at(a.out_stride, row.b, row.h, row.r) + d, dead ? 0 : acc[d] / total, wide);
   const int64_t line = (row.b * a.q_heads + row.h) * a.q_len + row.r;
   a.lse[line] = dead ? -INFINITY : top + logf(total);
   if (a.lse_low) a.lse_low[line] = dead ? 0 : (top - a.lse[line]) + logf(total);
@@ -123,7 +129,8 @@ void forward_row(const regard_attention &a, const Row &row, float *scratch) {
 void backward_row(const regard_attention &a, const regard_attention_grad &g, const Row &row, float *scratch) {
   float *x = scratch, *dx = x + a.k_dim;
   const int64_t kv = row.h / (a.q_heads / a.kv_heads), line = (row.b * a.q_heads + row.h) * a.q_len + row.r;
-  const float lse = a.lse[line], low = a.lse_low ? a.lse_low[line] : 0, *d_out = g.d_out + line * a.v_dim, *out = g.out + line * a.v_dim;
+  const float lse = a.lse[line], low = a.lse_low ? a.lse_low[line] : 0, *d_out = g.d_out + line * a.v_dim,
+              *out = g.out + line * a.v_dim;
   for (int64_t d = 0; d < a.k_dim; ++d) dx[d] = 0;
   if (lse != -INFINITY) {
     load_row(x, a.q, at(a.q_stride, row.b, row.h, row.r), a.k_dim, a.dtype);
@@ -157,9 +164,9 @@ void backward_row(const regard_attention &a, const regard_attention_grad &g, con
 
 }  // namespace
 
-extern "C" double REGARD_NAME(regard_multiply_adds)(int32_t, int64_t) { return 0; }
+namespace regard::REGARD_SET {
 
-extern "C" int REGARD_NAME(regard_forward)(const regard_attention *call) {
+int attention_forward(const regard_attention *call) {
   const regard_attention &a = *call;
   const int64_t rows = a.batch * a.q_heads * a.q_len;
   int failed = 0;
@@ -176,7 +183,7 @@ extern "C" int REGARD_NAME(regard_forward)(const regard_attention *call) {
   return failed ? REGARD_NO_MEMORY : REGARD_OK;
 }
 
-extern "C" int REGARD_NAME(regard_backward)(const regard_attention *call, const regard_attention_grad *grad) {
+int attention_backward(const regard_attention *call, const regard_attention_grad *grad) {
   const regard_attention &a = *call;
   const regard_attention_grad &g = *grad;
   const int64_t group = a.q_heads / a.kv_heads;
@@ -211,3 +218,5 @@ extern "C" int REGARD_NAME(regard_backward)(const regard_attention *call, const 
   }
   return failed ? REGARD_NO_MEMORY : REGARD_OK;
 }
+
+}  // namespace regard::REGARD_SET

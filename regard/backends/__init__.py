@@ -6,8 +6,8 @@ only metadata (device, dtype, shapes, kinds of mask and bias), so that choosing 
 
 - ``reject(call) -> str | None``: why it cannot run the call, in one sentence.
 - ``defer(call) -> str | None``: why it would rather not, though it can; it still runs when asked for by name.
-- ``run(call)``: the work, in the compute dtype: (out, log-sum-exp) of attention before a sink takes its share,
-  (out, last state) of the others.
+- ``run(call)``: the work, in the compute dtype: (out, log-sum-exp[, what that lost by rounding]) of attention before a
+  sink takes its share, (out, last state) of the others.
 
 The choice never depends on the batch size.
 """
@@ -229,12 +229,13 @@ def _note_fallback(call: Call, taken: str) -> None:
 
 def dispatch(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:
     """Select and run."""
-    return run(call, select(call, name))
+    out, last = run(call, select(call, name))
+    return out, last
 
 
-def run(call: Call, chosen: str) -> tuple[Tensor, Tensor]:
+def run(call: Call, chosen: str) -> tuple[Tensor, ...]:
     """Run the call on the backend that `select` chose; see above for what comes back."""
     if not torch.compiler.is_compiling() and getattr(_local, "counts", None) is not None:
         _local.counts[chosen] += 1
-    result: tuple[Tensor, Tensor] = _BACKENDS[call.operation][chosen].run(call)
+    result: tuple[Tensor, ...] = _BACKENDS[call.operation][chosen].run(call)
     return result

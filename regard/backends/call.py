@@ -146,16 +146,17 @@ def pattern_of(mask: Mask | None, frame: Frame) -> str:
     return "full" if offsets.meet(lowest, highest)[1] else "other"
 
 
-def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
+def sink_share(lse: Tensor, sink: Tensor, low: Tensor | None = None) -> Tensor:
     """The share ``sum exp(S) / (sum exp(S) + exp(sink)) = sigmoid(lse - sink)`` that the sink leaves to the keys.
 
-    `lse` (B, Hq, Tq), `sink` (Hq,) or as `lse`. 0 where no key is allowed. So a sink is a factor on an ordinary
-    softmax, in any kernel.
+    `lse` (B, Hq, Tq), `sink` (Hq,) or as `lse`, `low` what `lse` lost by rounding. 0 where no key is allowed. So a sink
+    is a factor on an ordinary softmax, in any kernel.
     """
     sink = sink.to(lse.dtype)
     sink = sink.view(1, -1, 1) if sink.ndim == 1 else sink
     dead = lse == -torch.inf
-    share = torch.sigmoid(torch.where(dead, 0.0, lse) - sink)
+    above = torch.where(dead, 0.0, lse) - sink
+    share = torch.sigmoid(above if low is None or not low.numel() else above + low.detach())
     return torch.where(dead, 0.0, share)
 
 

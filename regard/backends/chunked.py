@@ -52,37 +52,39 @@ def defer(call: AttentionCall) -> str | None:
     return None
 
 
-def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(output before the sink takes its share, log-sum-exp), both in the compute dtype."""
+def run(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(output before the sink takes its share, log-sum-exp, what that lost by rounding), in the compute dtype."""
     tensors = (call.q, call.k, call.v, *(call.bias.tensors() if call.bias is not None else ()))
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return _forward(call)
-    out, lse = _Chunked.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return out, lse
+    out, lse, low = _Chunked.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return out, lse, low
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: AttentionCall, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         call = dataclasses.replace(call, sink=None).with_tensors(tensors)
-        out, lse = _forward(call)
+        out, lse, low = _forward(call)
         ctx.call, ctx.count = call, len(tensors)
         # the mask's own tensors only so that torch notices where they change before the backward pass reads them
         read = [] if call.mask is None else [t for t in tensors_of(call.mask) if not t.is_inference()]
-        ctx.save_for_backward(*tensors, out, lse, *read)
-        return out, lse
+        ctx.save_for_backward(*tensors, out, lse, low, *read)
+        ctx.mark_non_differentiable(low)
+        return out, lse, low
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        tensors, (out, lse) = saved[: ctx.count], saved[ctx.count : ctx.count + 2]
+        tensors, (out, lse, low) = saved[: ctx.count], saved[ctx.count : ctx.count + 3]
+        grads = grads[:2]
         call = ctx.call.with_tensors(tuple(tensors))
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or is_batched(grads)):
             with torch.enable_grad():  # through the definition, whose operations torch can batch
                 return None, *recorded_gradients(
-                    lambda own: reference.run(call.with_tensors(own)), tensors, grads, ctx.needs_input_grad[1:]
+                    lambda own: reference.run(call.with_tensors(own))[:2], tensors, grads, ctx.needs_input_grad[1:]
                 )
-        found = _backward(call, out, lse, *grads)
+        found = _backward(call, out, lse, low, *grads)
         return None, *(g if wanted else None for g, wanted in zip(found, ctx.needs_input_grad[1:], strict=True))
 
 
@@ -160,11 +162,12 @@ def _tiles(call: AttentionCall) -> Iterator[tuple[tuple[int, int], list[tuple[tu
         yield r, [(c, kind) for c, kind in kinds if kind != EMPTY]
 
 
-def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _forward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, kv_heads, q_len, _, v_dim = call.sizes
     q, k, v = _prepare(call)
     out = q.new_zeros(batch, kv_heads, call.group, q_len, v_dim)
     lse = q.new_full((batch, kv_heads, call.group, q_len), -torch.inf)
+    low = torch.zeros_like(lse)
     for rows, line in _tiles(call):
         q_rows = q[..., rows[0] : rows[1], :].flatten(2, 3)
         top: Tensor | None = None
@@ -192,26 +195,31 @@ def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
         dead = total == 0
         total = torch.where(dead, 1.0, total)
         out[..., rows[0] : rows[1], :] = acc / total
-        lse[..., rows[0] : rows[1]] = (top + torch.log(total)).squeeze(-1)  # top is -inf where no key is allowed
-    return out.flatten(1, 2), lse.flatten(1, 2)
+        log_total = torch.log(total)
+        whole = top + log_total  # top is -inf where no key is allowed
+        lse[..., rows[0] : rows[1]] = whole.squeeze(-1)
+        # weights from a rounded log-sum-exp alone would be off by its last bit: log(total), where scores are large
+        low[..., rows[0] : rows[1]] = torch.where(dead, 0.0, (top - whole) + log_total).squeeze(-1)
+    return out.flatten(1, 2), lse.flatten(1, 2), low.flatten(1, 2)
 
 
-def _backward(call: AttentionCall, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
+def _backward(call: AttentionCall, out: Tensor, lse: Tensor, low: Tensor, d_out: Tensor, d_lse: Tensor) -> list[Tensor]:
     """Gradients of q, k, v and the bias's tensors, in their own dtypes."""
     q, k, v = _prepare(call)
     shape = (call.k.shape[1], call.group)
     delta = (d_out * out).sum(-1) - d_lse
-    d_out, lse, delta = (x.unflatten(1, shape) for x in (d_out, torch.where(lse == -torch.inf, 0.0, lse), delta))
+    lse = torch.where(lse == -torch.inf, 0.0, lse)
+    d_out, lse, low, delta = (x.unflatten(1, shape) for x in (d_out, lse, low, delta))
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     bias_tensors = call.bias.tensors() if call.bias is not None else ()
     d_bias = [torch.zeros_like(t, dtype=q.dtype) for t in bias_tensors]
     for rows, line in _tiles(call):
         part = slice(*rows)
         q_rows, d_rows = (x[..., part, :].flatten(2, 3) for x in (q, d_out))
-        lse_rows, delta_rows = (x[..., part].unsqueeze(-1) for x in (lse, delta))
+        lse_rows, low_rows, delta_rows = (x[..., part].unsqueeze(-1) for x in (lse, low, delta))
         for cols, kind in line:
             tile = _Tile(call, q_rows, k, v, rows, cols, kind)
-            p = tile.scores.sub_(lse_rows).exp_()
+            p = tile.scores.sub_(lse_rows).sub_(low_rows).exp_()
             dp = torch.matmul(d_rows, tile.v.transpose(-1, -2)).unflatten(2, (call.group, -1))
             factor = tile.dropout(p.dtype)
             kept = p

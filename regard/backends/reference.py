@@ -27,8 +27,11 @@ def defer(call: AttentionCall) -> str | None:
     return None
 
 
-def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Over the keys alone: (weights (B, Hq, Tq, Tk), their log-sum-exp (B, Hq, Tq), v with unread keys zeroed)."""
+def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over the keys alone: (weights (B, Hq, Tq, Tk), log-sum-exp (B, Hq, Tq), what that lost by rounding, v).
+
+    v has unread keys zeroed.
+    """
     dtype = call.compute_dtype
     batch, q_heads, kv_heads, q_len, k_len, _ = call.sizes
     site = call.frame.site()
@@ -51,21 +54,23 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     total = lifted.sum(-1, keepdim=True)
     dead = total == 0
     total = torch.where(dead, 1.0, total)  # on the input of log and division, so that no gradient is NaN
-    lse = torch.where(dead, never, top + torch.log(total))
-    return lifted / total, lse.squeeze(-1), v
+    log_total = torch.log(total)
+    lse = torch.where(dead, never, top + log_total)
+    low = torch.where(dead, zero, (top - lse) + log_total).detach()
+    return lifted / total, lse.squeeze(-1), low.squeeze(-1), v
 
 
 def weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(P before dropout (B, Hq, Tq, Tk), the keys' log-sum-exp (B, Hq, Tq)), in the compute dtype."""
-    p, lse, _ = _softmax(call)
-    return (p if call.sink is None else p * sink_share(lse, call.sink).unsqueeze(-1)), lse
+    p, lse, low, _ = _softmax(call)
+    return (p if call.sink is None else p * sink_share(lse, call.sink, low).unsqueeze(-1)), lse
 
 
-def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(output before the sink takes its share, log-sum-exp), both in the compute dtype."""
-    p, lse, v = _softmax(call)
+def run(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(output before the sink takes its share, log-sum-exp, what that lost by rounding), in the compute dtype."""
+    p, lse, low, v = _softmax(call)
     if call.dropout_p > 0:
         assert call.seed is not None
         p = p * dropout_factor(call.frame.site(), call.seed, call.dropout_p, p.dtype)
     out = torch.matmul(p.unflatten(1, (call.k.shape[1], call.group)), v.unsqueeze(2)).flatten(1, 2)
-    return out, lse
+    return out, lse, low

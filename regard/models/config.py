@@ -252,10 +252,10 @@ class Config:
             raise self.error(name, value, "an object of options, or null")
         return dict(value or {})
 
-    def close(self, inert: Iterable[str] = ()) -> None:
-        """Refuses the options that nobody has read."""
+    def close(self, inert: Iterable[str] = (), *, false_is_off: bool = True) -> None:
+        """Refuses the options that nobody has read; with `false_is_off`, those that are switched off pass."""
         known = self._read | INERT | set(inert)
-        unknown = {k: v for k, v in self.values.items() if k not in known and not _is_off(k, v)}
+        unknown = {k: v for k, v in self.values.items() if k not in known and not (false_is_off and _is_off(k, v))}
         if unknown:
             names = ", ".join(f"{k}={v!r}" for k, v in sorted(unknown.items()))
             plural, it = ("s", "they change") if len(unknown) > 1 else ("", "it changes")

@@ -41,6 +41,8 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
     content = metadata.get("general.type", "model")
     if content != "model":
         raise CheckpointError(f"{path}: general.type={content!r}; accepted: model, a whole one")
+    if (adapter := metadata.get("adapter.type")) is not None:
+        raise CheckpointError(f"{path}: adapter.type={adapter!r}; accepted: a whole model, not an adapter")
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise CheckpointError(f"{path}: general.architecture={architecture!r}; accepted: llama")
@@ -100,7 +102,8 @@ def _config(source: Opened, architecture: str) -> dict[str, Any]:
         "mlp_bias": source.has("blk.0.ffn_gate.bias"),
         "tie_word_embeddings": not source.has("output.weight"),
     }
-    c.close({"rope.scaling.finetuned"})
+    c.only("attention.causal", (None, True), "a causal model")
+    c.close({"rope.scaling.finetuned"}, false_is_off=False)  # metadata are written where they say something
     return config
 
 

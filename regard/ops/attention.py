@@ -162,9 +162,9 @@ def _run(call: AttentionCall, backend: str | None) -> tuple[Tensor, Tensor]:
     chosen = backends.select(call, backend)
     if call.dropout_p > 0:  # drawn only once it is sure that the call runs
         call = dataclasses.replace(call, seed=draw_seed(call.q.device))
-    out, lse = backends.run(call, chosen)
+    out, lse, *low = backends.run(call, chosen)
     if call.sink is not None:
-        out = out * sink_share(lse, call.sink).unsqueeze(-1)
+        out = out * sink_share(lse, call.sink, *low).unsqueeze(-1)
     return (out if out.dtype == call.q.dtype else out.to(call.q.dtype)), lse
 
 

@@ -140,3 +140,19 @@ def test_a_saved_folder_has_the_same_tokenizer(tmp_path, opened):
     transformers = pytest.importorskip("transformers")
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     assert peer("ab<tool>c").input_ids == model.tokenizer.encode("ab<tool>c") == [0, 3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"llama.attention.causal": False}, "attention.causal"),
+        ({"llama.foo": False}, "foo=False"),
+        ({"llama.bar": 0}, "bar=0"),
+        ({"llama.baz": ""}, "baz=''"),
+        ({"adapter.type": "lora"}, "adapter.type='lora'"),
+    ],
+)
+def test_options_that_are_not_known_are_refused_whatever_they_say(tmp_path, tensors, changes, words):  # noqa: F811
+    with pytest.raises(CheckpointError, match=words):
+        load(gguf(tmp_path / "m.gguf", {**METADATA, **changes}, tensors))
+    assert load(gguf(tmp_path / "n.gguf", {**METADATA, "llama.attention.causal": True}, tensors)).layers

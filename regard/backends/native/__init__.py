@@ -45,8 +45,10 @@ def _trains_bias(call: AttentionCall) -> bool:
     return call.bias is not None and any(t.requires_grad for t in call.bias.tensors())
 
 
-def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(out, lse): out in float32 where gradients or a sink follow, else in q's dtype."""
+def run(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, what lse lost by rounding): out in float32 where gradients or a sink follow, else in q's dtype.
+
+    The third is empty where neither follows."""
     wide = call.sink is not None  # as where gradients follow: the sink's share is taken before the result is rounded
     if call.q.dtype == torch.float32 and call.q.shape[3] and call.v.shape[3]:
         return attend(operands_of(call), wide)
@@ -61,5 +63,5 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         v = F.pad(v, (0, 1))
     if q is not call.q or v is not call.v:
         call = dataclasses.replace(call, q=q, k=k, v=v)
-    out, lse = attend(operands_of(call), wide)
-    return (out if v_dim else out[..., :0]), lse
+    out, lse, low = attend(operands_of(call), wide)
+    return (out if v_dim else out[..., :0]), lse, low

@@ -94,19 +94,22 @@ class Operator(Generic[O]):
         methods = {key: staticmethod(method) for key, method in methods.items()}
         self._function: Any = type(f"_{name}", (torch.autograd.Function,), methods)
 
-    def __call__(self, operands: O, keep: bool = False) -> tuple[Tensor, Tensor]:
-        """(output, second result), recorded by autograd where gradients are wanted; `keep`: as if they were."""
+    def __call__(self, operands: O, keep: bool = False) -> Outputs:
+        """(output, second result, what is kept), recorded by autograd where gradients are wanted.
+
+        `keep`: as if they were.
+        """
         trained = operands[: self.trained]
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
         # a trace runs twice, once without gradients, and has to be the same graph
         keep = keep or (recorded and torch._C._get_tracing_state() is None)
         if is_watched(operands[: self.tensors]):
-            out, second, _ = getattr(torch.ops.regard, f"{self.name}_forward")(*operands, keep)
+            found: Outputs = getattr(torch.ops.regard, f"{self.name}_forward")(*operands, keep)
         elif recorded:
-            out, second, _ = self._function.apply(*operands, keep)
+            found = self._function.apply(*operands, keep)
         else:
-            out, second, _ = self._forward(*operands, keep)
-        return out, second
+            found = self._forward(*operands, keep)
+        return found
 
     # ---- the two operators ---------------------------------------------------------------------------------------
 

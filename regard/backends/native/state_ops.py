@@ -75,7 +75,7 @@ def run_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
         library.fresh(out)
         _recurrence_forward(operands, (out, call.into, kept))
         return out, call.into
-    return _recurrence(operands)
+    return _recurrence(operands)[:2]
 
 
 def _empty_recurrence(one: _Recurrence, keep: bool) -> Outputs:
@@ -150,7 +150,7 @@ def run_scan(call: ScanCall) -> tuple[Tensor, Tensor]:
     x = call.x.float()
     log_a, state = call.log_a.float().expand_as(x), _wide(call.state)
     state = None if state is None else state.contiguous()
-    return _scan(_Scan(log_a.contiguous(), x.contiguous(), state, call.starts))
+    return _scan(_Scan(log_a.contiguous(), x.contiguous(), state, call.starts))[:2]
 
 
 def _empty_scan(one: _Scan, keep: bool) -> Outputs:
@@ -201,7 +201,7 @@ def run_selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
         return reference.run(call)
     x, dt, A, B, C = (t.float().contiguous() for t in (call.x, call.dt, call.A, call.B, call.C))
     D, state = (None if t is None else t.float().contiguous() for t in (call.D, call.state))
-    return _selective(_Selective(x, dt, A, B, C, D, state, call.starts))
+    return _selective(_Selective(x, dt, A, B, C, D, state, call.starts))[:2]
 
 
 def _empty_selective(one: _Selective, keep: bool) -> Outputs:
@@ -266,7 +266,7 @@ def run_conv(call: ShortConvCall) -> tuple[Tensor, Tensor]:
         return reference.run(call)
     x, taps = _unit(call.x.float()), call.weight.float().t().contiguous()
     bias, state = (None if t is None else t.float().contiguous() for t in (call.bias, call.state))
-    return _conv(_Conv(x, taps, bias, state, call.starts))
+    return _conv(_Conv(x, taps, bias, state, call.starts))[:2]
 
 
 def _empty_conv(one: _Conv, keep: bool) -> Outputs:

@@ -93,7 +93,7 @@ def step(kind: str, batch: int) -> Row:
     return Row(
         f"one decode step, {label}, batch {batch}, D=128, in place",
         "transformers' recurrent code",
-        ours(given, kind, state=state, into=state),
+        ours(given, kind, state=state, state_out=state),
         theirs(given, kind, step=True),
     )
 

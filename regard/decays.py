@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import alibi_slopes
-from regard.masks.checks import positive, whole
+from regard.checks import positive, whole
 
 __all__ = [
     "bounded_decay",

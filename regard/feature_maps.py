@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.masks.checks import norm_eps, whole
+from regard.checks import norm_eps, whole
 
 __all__ = ["EluPlusOne", "FeatureMap", "Quadratic", "Rebased", "Taylor", "positive_features", "symmetric_square"]
 

@@ -1,7 +1,7 @@
 """Which tokens are real, which segment each belongs to, and where it stands: the bookkeeping of layers and caches.
 
-`place` turns a call's ``keep``, ``positions`` and ``segments`` into a `Placed`, reading what a cache's `TokenLog`
-remembers.
+`resolve_tokens` turns a call's ``keep``, ``positions`` and ``segments`` into a `TokenLayout`, reading what a cache's
+`TokenHistory` remembers.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.masks.checks import describe
-from regard.sites import can_read
+from regard.checks import describe
+from regard.coordinates import can_read
 
-__all__ = ["LOGGED", "Placed", "Slots", "TokenLog", "place"]
+__all__ = ["HISTORY_TENSORS", "TokenLayout", "Slots", "TokenHistory", "resolve_tokens"]
 
-LOGGED = ("keep", "segments", "counts")  # the tensors of a `TokenLog`
+HISTORY_TENSORS = ("keep", "segments", "counts")  # the tensors of a `TokenHistory`
 
 
 class Slots:
@@ -54,7 +54,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Placed:
+class TokenLayout:
     """The tokens of one call. `keep` None: all are real; `segments` None: one segment, the last of the cache."""
 
     keep: Tensor | None  # bool (B, T)
@@ -67,7 +67,7 @@ class Placed:
         return x if self.keep is None else torch.where(self.keep[..., None], x, 0.0)
 
 
-class TokenLog:
+class TokenHistory:
     """What a cache remembers of each slot, once any is special: keep, segment id, running count."""
 
     def __init__(self, batch: int, size: int, device: torch.device | str | None) -> None:
@@ -89,9 +89,9 @@ class TokenLog:
             return None, None
         return Slots(self.keep, 1).read(first, stop), Slots(self.segments, 1).read(first, stop)
 
-    def write(self, length: int, placed: Placed, tokens: int) -> None:
+    def write(self, length: int, layout: TokenLayout, tokens: int) -> None:
         """Remember the tokens at slots ``length…``."""
-        if not tokens or (placed.counts is None and self.counts is None):
+        if not tokens or (layout.counts is None and self.counts is None):
             return
         if self.keep is None:
             shape = (self.batch, self.size)
@@ -102,14 +102,14 @@ class TokenLog:
             Slots(self.counts, 1).write(
                 first, torch.arange(first + 1, length + 1, device=self.device).expand(self.batch, -1)
             )
-        assert self.segments is not None and self.counts is not None and placed.counts is not None
-        keep = torch.ones_like(placed.counts, dtype=torch.bool) if placed.keep is None else placed.keep
-        segments = torch.zeros_like(placed.counts) if placed.segments is None else placed.segments
-        for data, values in ((self.keep, keep), (self.segments, segments), (self.counts, placed.counts)):
+        assert self.segments is not None and self.counts is not None and layout.counts is not None
+        keep = torch.ones_like(layout.counts, dtype=torch.bool) if layout.keep is None else layout.keep
+        segments = torch.zeros_like(layout.counts) if layout.segments is None else layout.segments
+        for data, values in ((self.keep, keep), (self.segments, segments), (self.counts, layout.counts)):
             Slots(data, 1).write(length, values)
 
 
-def place(
+def resolve_tokens(
     batch: int,
     tokens: int,
     device: torch.device,
@@ -117,9 +117,9 @@ def place(
     keep: Tensor | None = None,
     positions: Tensor | None = None,
     segments: Tensor | None = None,
-    log: TokenLog | None = None,
+    history: TokenHistory | None = None,
     length: int = 0,
-) -> Placed:
+) -> TokenLayout:
     """Check keep, positions and segments, each (B, T) or None, of a call that follows `length` tokens in `log`.
 
     The default position of a token is the number of real tokens before it in its segment, the cache's included.
@@ -141,7 +141,7 @@ def place(
             raise ValueError(
                 f"{name}: expected shape {shape}, one number per token of this call, got {tuple(ids.shape)}"
             )
-    count, last = (None, None) if log is None else log.last(length)
+    count, last = (None, None) if history is None else history.last(length)
     if segments is not None:
         segments = segments.long()
         _check_segments(segments, torch.zeros_like(segments[:, 0]) if last is None and length and tokens else last)
@@ -150,13 +150,13 @@ def place(
     if keep is None and segments is None:
         if positions is None:
             positions = torch.arange(length, length + tokens, device=device)
-        return Placed(None, None, positions.expand(shape), None)
+        return TokenLayout(None, None, positions.expand(shape), None)
     real = torch.ones(shape, dtype=torch.bool, device=device) if keep is None else keep
     ids = torch.zeros(shape, dtype=torch.long, device=device) if segments is None else segments
     before = torch.full((batch,), length, device=device) if count is None else count
     counts = _running_count(real, ids, before, torch.zeros_like(before) if last is None else last)
     where = (counts - 1).clamp(min=0) if positions is None else positions.expand(shape)
-    return Placed(keep, segments, where, counts)
+    return TokenLayout(keep, segments, where, counts)
 
 
 def _check_segments(segments: Tensor, last: Tensor | None) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from regard.masks.checks import describe
-from regard.sites import can_read
+from regard.checks import describe
+from regard.coordinates import can_read
 
 __all__ = ["Decay", "Delta", "check_log_decay"]
 

@@ -11,9 +11,9 @@ from oracles.softmax_attention import softmax_attention
 import regard
 from regard.backends import chunked, dropout
 from regard.biases import Alibi, RelativeBuckets
+from regard.coordinates import Coordinates
 from regard.errors import BackendUnsupported
 from regard.masks import Band, Causal, KeyLengths, KeyPadding, Prefix, Segments, Window
-from regard.sites import Frame
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def expected(q, k, v, *, mask=None, bias=None, sink=None, q_start=None, **rest):
     truth = None if mask is None else mask.dense(*sizes, batch=BATCH, heads=Q_HEADS, q_start=q_start)
     values = None
     if bias is not None:
-        frame = Frame(BATCH, Q_HEADS, *sizes, sizes[1] - sizes[0] if q_start is None else q_start)
-        values = bias.scores(frame.site(), WIDE).expand(BATCH, Q_HEADS, *sizes)
+        coordinates = Coordinates(BATCH, Q_HEADS, *sizes, sizes[1] - sizes[0] if q_start is None else q_start)
+        values = bias.scores(coordinates.indices(), WIDE).expand(BATCH, Q_HEADS, *sizes)
     truth = None if truth is None else truth.expand(BATCH, Q_HEADS, *sizes)
 
     def row(b: int, i: int) -> int:
@@ -285,7 +285,7 @@ def test_dropout_keeps_the_mean_and_scales_what_it_keeps():
         outs = torch.stack([regard.attention(q, k, v, dropout_p=p) for _ in range(20)])
         spread = (p / (1 - p) / 512 / outs.numel()) ** 0.5
         assert abs(float(outs.mean()) - 1) < 4 * spread
-    factor = dropout.dropout_factor(Frame(2, 3, 40, 50, 0).site(), dropout.draw_seed(q.device), 0.25, WIDE)
+    factor = dropout.dropout_factor(Coordinates(2, 3, 40, 50, 0).indices(), dropout.draw_seed(q.device), 0.25, WIDE)
     assert set(factor.unique().tolist()) == {0.0, 1 / 0.75}
     for one in (factor[0, 0], factor[0, 1], factor[1, 0]):  # rows, heads and batch rows draw apart
         assert abs(float((one == 0).double().mean()) - 0.25) < 0.05

@@ -7,8 +7,8 @@ import torch
 
 import regard
 from regard.biases import Alibi, Bias, Dense, RelativeBuckets, RelativeTable, alibi_slopes, relative_bucket
+from regard.coordinates import Coordinates
 from regard.masks import Causal
-from regard.sites import Frame
 
 WIDE = torch.float64
 
@@ -123,14 +123,14 @@ def test_alibi_is_slope_times_distance():
 def test_gradients_of_tiles_add_up(name):
     """`accumulate`, tile by tile, is autograd's gradient of the values."""
     tensors = [t.to(WIDE).clone().requires_grad_() for t in BIASES[name].tensors()]
-    bias, frame = BIASES[name].with_tensors(tensors), Frame(BATCH, HEADS, Q, K, K - Q)
+    bias, coordinates = BIASES[name].with_tensors(tensors), Coordinates(BATCH, HEADS, Q, K, K - Q)
     weights = made(BATCH, HEADS, Q, K)
-    values = bias.scores(frame.site(), WIDE).expand(BATCH, HEADS, Q, K)
+    values = bias.scores(coordinates.indices(), WIDE).expand(BATCH, HEADS, Q, K)
     want = torch.autograd.grad((values * weights).sum(), tensors)
     found = [torch.zeros_like(t) for t in tensors]
     for rows in ((0, 4), (4, Q)):
         for cols in ((0, 2), (2, K)):
-            bias.accumulate(frame.site(rows, cols), weights[:, :, slice(*rows), slice(*cols)], found)
+            bias.accumulate(coordinates.indices(rows, cols), weights[:, :, slice(*rows), slice(*cols)], found)
     for got, expected in zip(found, want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
@@ -163,7 +163,7 @@ def test_moved_biases_and_copies(name):
     assert all(t.device.type == "meta" for t in bias.to("meta").tensors())
     if bias.head_count() is not None:
         assert bias.head_count() == HEADS
-    late = bias.moved(2).dense(Q, K - 2, batch=BATCH, heads=HEADS, q_start=K - Q - 2).expand(BATCH, HEADS, Q, K - 2)
+    late = bias.shifted(2).dense(Q, K - 2, batch=BATCH, heads=HEADS, q_start=K - Q - 2).expand(BATCH, HEADS, Q, K - 2)
     assert torch.equal(late, bias.dense(Q, K, batch=BATCH, heads=HEADS).expand(BATCH, HEADS, Q, K)[..., 2:])
 
 

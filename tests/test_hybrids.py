@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from regard.errors import CacheError, CacheFull, CheckpointError
 from regard.masks import Causal
 from regard.mixers.parts import ShortConv
-from regard.mixers.recurrent import Stream
+from regard.mixers.recurrent import TokenSequence
 from regard.models import (
     Decoder,
     Embedding,
@@ -198,7 +198,7 @@ def test_a_wider_convolution_rounds_once():
     x = torch.randn(2, 9, 6, dtype=torch.bfloat16)
     padded = torch.nn.functional.pad(x.float().mT, (2, 0))
     exact = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, conv.weight[:, None], groups=6).mT)
-    y, tail = conv(Stream(x, torch.arange(9).expand(2, -1)), x, None)
+    y, tail = conv(TokenSequence(x, torch.arange(9).expand(2, -1)), x, None)
     assert y.dtype == torch.bfloat16 and tail.dtype == torch.float32
     assert torch.equal(tail, x[:, -2:].float())
     gap = (y.float() - exact).abs() / exact.abs()

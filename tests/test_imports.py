@@ -87,11 +87,11 @@ def test_the_check_finds_circles_inside_a_layer(tmp_path, where):
         "in a function": "def f():\n    from regard.masks import base",
         "for type checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regard.masks import base",
     }[where]
-    for name in ("__init__", "masks/__init__", "masks/base", "masks/layout", "masks/labels"):
+    for name in ("__init__", "masks/__init__", "masks/base", "masks/block_layout", "masks/segments"):
         (package / f"{name}.py").write_text("")
-    (package / "masks" / "base.py").write_text("from regard.masks import layout\n")
-    (package / "masks" / "layout.py").write_text("from regard.masks import labels\n")
+    (package / "masks" / "base.py").write_text("from regard.masks import block_layout\n")
+    (package / "masks" / "block_layout.py").write_text("from regard.masks import segments\n")
     assert check(package) == []
-    (package / "masks" / "labels.py").write_text(back + "\n")
+    (package / "masks" / "segments.py").write_text(back + "\n")
     (found,) = check(package)
-    assert "in a circle: regard.masks.base, regard.masks.labels, regard.masks.layout" in found
+    assert "in a circle: regard.masks.base, regard.masks.block_layout, regard.masks.segments" in found

@@ -133,9 +133,9 @@ def test_rules_stay_rules():
     assert both.offsets() == Band(2, 2).offsets()
     odd = integration.make_mask(2, 4, 4, mask_function=lambda b, h, q, k: (q + k) % 2 == 0)
     assert isinstance(odd.mask, Dense) and odd.mask.dense(4, batch=2)[0, 0].tolist()[0] == [True, False, True, False]
-    moved = integration.make_mask(1, 1, 5, q_offset=7, kv_offset=3)
-    assert moved.q_start == 4
-    assert integration.make_mask(1, 1, 5, attention_mask=moved) is moved
+    shifted = integration.make_mask(1, 1, 5, q_offset=7, kv_offset=3)
+    assert shifted.q_start == 4
+    assert integration.make_mask(1, 1, 5, attention_mask=shifted) is shifted
 
 
 def test_float_masks_of_a_model_are_read():

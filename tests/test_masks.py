@@ -139,7 +139,7 @@ def test_mask_mod_is_the_dense_form(name):
 def test_a_moved_mask_reads_later_columns(name):
     """What a ring of the latest keys needs: the same pairs, with the oldest columns gone."""
     mask, _ = MASKS[name]
-    found = mask.moved(4).dense(Q, K - 4, batch=BATCH, heads=HEADS, q_start=K - Q - 4)
+    found = mask.shifted(4).dense(Q, K - 4, batch=BATCH, heads=HEADS, q_start=K - Q - 4)
     assert torch.equal(found.expand(BATCH, HEADS, Q, K - 4), dense(mask)[..., 4:])
 
 
@@ -206,9 +206,9 @@ def test_layouts_are_remembered_and_belong_to_the_caller():
     calls = []
 
     class Watched(Causal):
-        def bounds(self, span):
-            calls.append(span)
-            return super().bounds(span)
+        def bounds(self, box):
+            calls.append(box)
+            return super().bounds(box)
 
     watched = Watched()
     watched.block_layout(1024)

@@ -300,18 +300,18 @@ def test_a_full_disk_leaves_nothing_behind(folder, tmp_path):
 
 
 def test_what_fails_at_the_last_move_leaves_nothing_behind(folder, tmp_path, monkeypatch):
-    model, move, moved = load(folder), os.replace, []
+    model, move, shifted = load(folder), os.replace, []
 
     def second_fails(*paths):
-        if moved:
+        if shifted:
             raise OSError("no space left")
-        moved.append(paths)
+        shifted.append(paths)
         move(*paths)
 
     monkeypatch.setattr(os, "replace", second_fails)
     with pytest.raises(OSError, match="no space"):
         model.save(tmp_path / "new")
-    assert moved
+    assert shifted
     assert not (tmp_path / "new").exists()
 
 

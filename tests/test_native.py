@@ -42,8 +42,8 @@ OTHER_MASKS = {
     "buckets": masks.Buckets(torch.arange(Q * 2).view(2, Q) % 3, torch.arange(K) % 3),
     "moved": (
         Causal() & KeyPadding(torch.ones(BATCH, K + 2) > 0) & KeyLengths(9) & masks.Dense(made(Q, K + 2) > 0)
-    ).moved(2),
-    "moved ids": Segments(torch.arange(K + 2) // 4).moved(2) & (Causal() | Prefix(4).moved(2)),
+    ).shifted(2),
+    "moved ids": Segments(torch.arange(K + 2) // 4).shifted(2) & (Causal() | Prefix(4).shifted(2)),
 }
 OTHER_BIASES = {
     **BIASES,
@@ -51,7 +51,7 @@ OTHER_BIASES = {
     "grid": RelativeTable(made(35, Q_HEADS), (3, 4)) + Dense(made(Q, 1)),
     "number": Dense(made(1)[0]) + Alibi(Q_HEADS, symmetric=True),
     "masking": Dense(torch.where(made(BATCH, 1, Q, K) > 0.3, -torch.inf, made(BATCH, 1, Q, K))),
-    "moved": RelativeBuckets(made(8, Q_HEADS), max_distance=20).moved(3) + Dense(made(Q, K + 3)).moved(3),
+    "moved": RelativeBuckets(made(8, Q_HEADS), max_distance=20).shifted(3) + Dense(made(Q, K + 3)).shifted(3),
 }
 
 
@@ -68,8 +68,8 @@ def test_every_mask_and_bias(mask, bias):
 def test_other_masks_and_biases_and_dtypes(dtype):
     q, k, v = inputs()
     for mask, bias in {(mask, "dense") for mask in OTHER_MASKS} | {("causal", bias) for bias in OTHER_BIASES}:
-        starts = (None, torch.tensor([2, 3])) if bias not in ("table", "grid") else (None, 1)
-        for q_start in starts:
+        segment_starts = (None, torch.tensor([2, 3])) if bias not in ("table", "grid") else (None, 1)
+        for q_start in segment_starts:
             try:
                 agrees(q, k, v, dtype, mask=OTHER_MASKS[mask], bias=OTHER_BIASES[bias], q_start=q_start)
             except Exception as error:

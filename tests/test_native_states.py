@@ -203,14 +203,14 @@ def test_a_state_updated_in_place(tokens):
         out, last = call(given)
         for backend in ("native", "chunked"):
             state = given["state"].clone()
-            again, same = call(given | {"state": state}, into=state, backend=backend)
+            again, same = call(given | {"state": state}, state_out=state, backend=backend)
             assert same is state
             near({"out": again, "last": state}, {"out": out, "last": last}, 3e-6)
             assert torch.equal(again, out) or backend != "native"
     for wrong in (torch.zeros(2, 4, 33, 69), torch.zeros(2, 4, 70, 33).mT, given["state"].double(), None):
-        options = {"into": given["state"] if wrong is None else wrong}
+        options = {"state_out": given["state"] if wrong is None else wrong}
         leaves = {name: x.clone().requires_grad_(wrong is None) for name, x in given.items()}
-        with pytest.raises(ValueError, match=r"^into"):
+        with pytest.raises(ValueError, match=r"^state_out"):
             call(leaves, **options)
 
 
@@ -319,8 +319,8 @@ def test_operators():
     arguments = [given[name] for name in ("q", "k", "v", "beta", "log_decay", "state")]
     for x in arguments:
         x.requires_grad_()
-    starts = torch.zeros(1, 20, dtype=torch.bool)
-    torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments, starts, 0.25, True))
+    segment_starts = torch.zeros(1, 20, dtype=torch.bool)
+    torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments, segment_starts, 0.25, True))
     torch.library.opcheck(torch.ops.regard.recurrence_forward, (*arguments[:3], *[None] * 4, 0.25, True))
     s = {name: x.requires_grad_() for name, x in scans(9, 5).items()}
     torch.library.opcheck(torch.ops.regard.scan_forward, (s["log_a"], s["x"], s["state"], None, True))

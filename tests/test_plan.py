@@ -24,7 +24,7 @@ from regard.analysis.costs import (
     tokens_like,
     window_of,
 )
-from regard.analysis.labels import mixer_label
+from regard.analysis.layer_names import mixer_label
 from regard.errors import CheckpointError
 from regard.masks import Causal, Window
 from regard.mixers.griffin import BlockDiagonal
@@ -208,7 +208,7 @@ def test_windows_are_of_fixed_size():
     assert mistral.cache_bytes(100) == mistral.cache_bytes(10**6) == 2 * 268_435_456
     for name, ring, fixed in (("2b", 8_388_608, 184_320), ("9b", 12_582_912, 425_984)):
         own = planned(f"recurrentgemma-{name}").own
-        assert (own.per_token, own.ring, own.state + own.tail) == (0, ring, fixed)
+        assert (own.per_token, own.ring, own.state + own.conv_state) == (0, ring, fixed)
         assert own.ring == sum(k.layers * 2 * 256 * 2048 for k in own.kinds if k.holds.slots)
 
 
@@ -228,7 +228,7 @@ def test_windows_are_of_fixed_size():
 def test_states_do_not_grow_and_stay_in_float32(name, state, tail):
     for setting in ({}, {"context": 2**20, "dtype": torch.float16, "cache_bits": 4}):
         own = planned(name, **setting).own
-        assert (own.state, own.tail) == (state, tail)
+        assert (own.state, own.conv_state) == (state, tail)
         assert own.state_bytes == 4 * (state + tail)
 
 
@@ -239,7 +239,7 @@ def test_states_of_kimi_k3_in_megabytes():
 def test_mamba2_holds_as_much_a_layer_as_published():
     holds = planned("mamba2-2.7b").own.kinds[0].holds
     # the table's 21,504 columns of a convolution are four taps; three suffice
-    assert (holds.state, holds.tail * 4 // 3) == (655_360, 21_504)
+    assert (holds.state, holds.conv_state * 4 // 3) == (655_360, 21_504)
 
 
 def test_hybrids_against_their_attention_in_every_layer():

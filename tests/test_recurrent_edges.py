@@ -55,16 +55,22 @@ def test_into_may_be_the_state_and_nothing_else(backend: str) -> None:
     backend = _able(backend)
     before = memory.clone()
     for name, where in (("state", 236), ("state", 201), ("v", 179), ("q", 0)):
-        with pytest.raises(ValueError, match=f"^into: it shares memory with {name}"):
+        with pytest.raises(ValueError, match=f"^state_out: it shares memory with {name}"):
             regard.recurrence(
-                q, k, v, regard.Decay(), state=state, into=memory[where : where + 72].view_as(state), backend=backend
+                q,
+                k,
+                v,
+                regard.Decay(),
+                state=state,
+                state_out=memory[where : where + 72].view_as(state),
+                backend=backend,
             )
         assert torch.equal(memory, before)
     out, last = regard.recurrence(q, k, v, regard.Decay(), state=state, backend=backend)
     for where in (272, 200):  # beside the state, and the state itself
-        into = memory[where : where + 72].view_as(state)
-        again, same = regard.recurrence(q, k, v, regard.Decay(), state=state, into=into, backend=backend)
-        assert same is into and torch.equal(again, out) and torch.equal(into, last)
+        state_out = memory[where : where + 72].view_as(state)
+        again, same = regard.recurrence(q, k, v, regard.Decay(), state=state, state_out=state_out, backend=backend)
+        assert same is state_out and torch.equal(again, out) and torch.equal(state_out, last)
 
 
 def _able(backend: str) -> str:

@@ -63,7 +63,7 @@ LAYERS = {
         partial(DELTA, key_heads=HEADS, kind="deltanet", gate=None),
     ),
     "deltanet, negative": (
-        lambda: DeltaNet(DIM, HEADS, taps=2, beta_max=2.0, gate=True, eps=1e-3),
+        lambda: DeltaNet(DIM, HEADS, conv_size=2, beta_max=2.0, gate=True, eps=1e-3),
         partial(DELTA, key_heads=HEADS, kind="deltanet", beta_max=2.0, eps=1e-3),
     ),
     "gated deltanet": (
@@ -71,7 +71,9 @@ LAYERS = {
         partial(DELTA, key_heads=2, kind="gated_deltanet"),
     ),
     "gated deltanet, sigmoid": (
-        lambda: GatedDeltaNet(DIM, HEADS, taps=1, beta_max=1.5, norm=partial(GatedRMSNorm, eps=1e-6, gate="sigmoid")),
+        lambda: GatedDeltaNet(
+            DIM, HEADS, conv_size=1, beta_max=1.5, norm=partial(GatedRMSNorm, eps=1e-6, gate="sigmoid")
+        ),
         partial(DELTA, key_heads=HEADS, kind="gated_deltanet", beta_max=1.5, gate="sigmoid", eps=1e-6),
     ),
     "kda": (
@@ -80,7 +82,7 @@ LAYERS = {
     ),
     "kda, bounded": (
         lambda: KimiDeltaAttention(
-            DIM, HEADS, key_heads=1, taps=3, beta_max=2.0, gates=KDAGates(-5.0, None, 2, gate_bias=True, eps=1e-6)
+            DIM, HEADS, key_heads=1, conv_size=3, beta_max=2.0, gates=KDAGates(-5.0, None, 2, gate_bias=True, eps=1e-6)
         ),
         partial(DELTA, key_heads=1, kind="kda", beta_max=2.0, low=-5.0, gate="sigmoid", eps=1e-6),
     ),
@@ -221,8 +223,8 @@ def test_slopes():
 def test_the_rotation_of_retention():
     frequencies = retention_rotary(8).frequencies()
     close(frequencies, 10000.0 ** -torch.linspace(0, 1, 4, dtype=WIDE))
-    still, plain = Retention(DIM, 2, rotary=False), Retention(DIM, 2, rotary=Rotary(6))
-    assert still.rotary is None and plain.rotary == Rotary(6)
+    mask_padding, plain = Retention(DIM, 2, rotary=False), Retention(DIM, 2, rotary=Rotary(6))
+    assert mask_padding.rotary is None and plain.rotary == Rotary(6)
     x = tokens(1, 7, DIM)
     shifted = torch.arange(7)[None] + 5
     layer = drawn(Retention(DIM, 2))
@@ -317,7 +319,7 @@ def test_a_bfloat16_layer_keeps_wide_states():
         (lambda: DeltaNet(8, 2, beta_max=0.0), "beta_max"),
         (lambda: DeltaNet(8, 2, beta_max=float("nan")), "beta_max"),
         (lambda: DeltaNet(8, 2, beta_max=True), "beta_max"),
-        (lambda: DeltaNet(8, 2, taps=0), "taps"),
+        (lambda: DeltaNet(8, 2, conv_size=0), "conv_size"),
         (lambda: DeltaNet(8, 0), "heads"),
         (lambda: DeltaNet(1, 2), "key_dim"),
         (lambda: GatedDeltaNet(8, 4, key_heads=3), "key_heads"),
@@ -408,7 +410,7 @@ class Counter(torch.nn.Module):
     def __init__(self, beta_max: float, dim: int = 16) -> None:
         super().__init__()
         self.embed, self.norm = torch.nn.Embedding(2, dim), torch.nn.LayerNorm(dim)
-        self.layer = DeltaNet(dim, 2, taps=1, beta_max=beta_max)
+        self.layer = DeltaNet(dim, 2, conv_size=1, beta_max=beta_max)
         self.read = torch.nn.Sequential(torch.nn.Linear(dim, 32), torch.nn.SiLU(), torch.nn.Linear(32, 2))
 
     def forward(self, bits: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from regard.nn import (
     GriffinRecurrent,
     Mamba,
     Mamba2,
-    MambaShell,
+    MambaConfig,
     RMSNorm,
     griffin_attention,
 )
@@ -54,8 +54,8 @@ MAMBA2 = {
     "groups": {"groups": 2, "head_dim": 3},
     "one_group_a_head": {"groups": 4},
     "limits": {"limits": (0.01, 0.05)},
-    "biases": {"shell": MambaShell(taps=3, bias=True, conv_bias=False)},
-    "one_tap": {"shell": MambaShell(taps=1)},
+    "biases": {"shell": MambaConfig(conv_size=3, bias=True, conv_bias=False)},
+    "one_tap": {"shell": MambaConfig(conv_size=1)},
     "both_ways": {"groups": 2, "bidirectional": True},
 }
 
@@ -78,7 +78,7 @@ def test_mamba2_across_chunks(tokens):
     [
         {},
         {"norm": RMSNorm, "rank": 3, "state_dim": 2},
-        {"width": 5, "shell": MambaShell(taps=2, bias=True, conv_bias=False)},
+        {"width": 5, "shell": MambaConfig(conv_size=2, bias=True, conv_bias=False)},
     ],
     ids=["plain", "norms", "biases"],
 )
@@ -89,7 +89,7 @@ def test_mamba_equals_the_formula(options):
 
 def test_griffin_equals_the_formula():
     check(randomised(lambda: GriffinRecurrent(8, 2), 8), oracle.griffin)
-    check(randomised(lambda: GriffinRecurrent(8, 3, width=12, taps=2), 8), oracle.griffin)
+    check(randomised(lambda: GriffinRecurrent(8, 3, width=12, conv_size=2), 8), oracle.griffin)
 
 
 def test_hgrn_equals_the_formula():
@@ -253,7 +253,7 @@ def test_forward_derivatives_and_vmap(name):
 
 
 def test_biases_of_mambas_projections_do_not_leak():
-    shell = MambaShell(bias=True)
+    shell = MambaConfig(bias=True)
     for make in (lambda: Mamba2(8, 2, state_dim=3, shell=shell), lambda: Mamba(8, shell=shell)):
         layer = randomised(make, 8)
         x = torch.randn(1, 7, 8, dtype=torch.float64)
@@ -324,8 +324,8 @@ def test_an_average_that_forgets_everything():
         (lambda: Mamba2(8, 4, groups=3), "groups: expected a divisor of heads=4"),
         (lambda: Mamba2(8, 4, limits=(0.5, 0.1)), "limits: expected"),
         (lambda: Mamba2(8, 4, limits=(-1.0, 0.1)), "limits: expected"),
-        (lambda: MambaShell(taps=0), "taps"),
-        (lambda: MambaShell(eps=-1.0), "eps: expected"),
+        (lambda: MambaConfig(conv_size=0), "conv_size"),
+        (lambda: MambaConfig(eps=-1.0), "eps: expected"),
         (lambda: Mamba(8, state_dim=0), "state_dim"),
         (lambda: GriffinRecurrent(8, 3), "heads: expected a divisor of width=8"),
         (lambda: HGRN(8, low=1.0), "low: expected"),

@@ -34,7 +34,7 @@ def presets() -> str:
     for item in PRESETS.values():
         found = estimate(item.build())
         own = found.own
-        counts = (own.per_token, own.ring, own.state, own.tail)
+        counts = (own.per_token, own.ring, own.state, own.conv_state)
         published = item.parameters + (f", {item.active} active" if item.active else "")
         built = f"{found.parameters:,}" + (" (parts)" if item.partial else "")
         rows.append([item.name, published, built, f"{found.active:,}", *(f"{n:,}" if n else "" for n in counts)])

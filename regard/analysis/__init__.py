@@ -1,6 +1,6 @@
 """Looking at mechanisms: the matrix that each of them mixes positions with, and what models of them cost."""
 
-from regard.analysis.arrangements import Setting
+from regard.analysis.layer_costs import Setting
 from regard.analysis.mixing import mixing_matrix
 from regard.analysis.planning import Estimate, estimate
 

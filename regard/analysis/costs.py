@@ -142,20 +142,20 @@ class Footprint:
 
     >>> import regard
     >>> footprint(regard.nn.MultiHeadAttention(64, 8, kv_heads=2, mask=regard.masks.Causal()))
-    Footprint(per_token=32, window=0, slots=0, state=0, tail=0, reach=None)
+    Footprint(per_token=32, window=0, slots=0, state=0, conv_state=0, reach=None)
     """
 
     per_token: int = 0
     window: int = 0
     slots: int = 0
     state: int = 0
-    tail: int = 0
+    conv_state: int = 0
     reach: int | None = None
 
     @property
     def fixed(self) -> int:
         """Elements of states and tails."""
-        return self.state + self.tail
+        return self.state + self.conv_state
 
     @property
     def ring(self) -> int:
@@ -177,17 +177,17 @@ def footprint(layer: nn.Module) -> Footprint:
         raise TypeError(f"layer: expected a layer with init_cache, got {type(layer).__name__}")
     none, one = (layer.init_cache(1, tokens, dtype=float16, device="meta") for tokens in (0, 1))  # type: ignore[operator]
     if isinstance(none, StateCache):
-        tails = _tails(layer)
+        conv_states = _conv_states(layer)
         sizes = [(tuple(state.shape[1:]), state.numel()) for state in none.states.values()]
-        tail = sum(size for shape, size in sizes if shape in tails)
-        return Footprint(state=sum(size for _, size in sizes) - tail, tail=tail)
+        conv_state = sum(size for shape, size in sizes if shape in conv_states)
+        return Footprint(state=sum(size for _, size in sizes) - conv_state, conv_state=conv_state)
     if isinstance(none, WindowCache):
         return Footprint(window=none.nbytes // float16.itemsize // none.window, slots=none.window)
     reach = window_of(layer) if isinstance(layer, MultiHeadLatentAttention) else None
     return Footprint(per_token=(one.nbytes - none.nbytes) // float16.itemsize, reach=reach)
 
 
-def _tails(layer: nn.Module) -> set[tuple[int, ...]]:
+def _conv_states(layer: nn.Module) -> set[tuple[int, ...]]:
     return {module.state_shape for module in layer.modules() if isinstance(module, ShortConv)}
 
 
@@ -267,7 +267,7 @@ def _(layer: DeltaRuleLayer, cached: int) -> int:
 
 
 def _state(layer: RecurrentLayer) -> tuple[int, ...]:
-    shapes = [shape for shape in layer.state_shapes().values() if shape not in _tails(layer)]
+    shapes = [shape for shape in layer.state_shapes().values() if shape not in _conv_states(layer)]
     if len(shapes) != 1 or len(shapes[0]) > 3:
         raise TypeError(f"layer: the costs of {type(layer).__name__} are not known; accepted: a layer with one state")
     return shapes[0]

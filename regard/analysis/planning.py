@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from regard.analysis.alternatives import HYBRID, alternatives
-from regard.analysis.arrangements import STATE_BITS, Arrangement, Kind, Setting, arrangement
 from regard.analysis.costs import expert_parameters, experts_touched, idle_parameters, matrix_macs, tokens_like
-from regard.analysis.labels import feedforward_label
+from regard.analysis.layer_costs import STATE_BITS, Kind, MixerCosts, Setting, mixer_costs
+from regard.analysis.layer_names import feedforward_label
 from regard.models.decoder import Decoder
 
 __all__ = ["Crossover", "Estimate", "estimate"]
@@ -42,8 +42,8 @@ class Estimate:
 
     model: Decoder
     setting: Setting
-    own: Arrangement
-    others: tuple[Arrangement, ...]
+    own: MixerCosts
+    others: tuple[MixerCosts, ...]
     feedforwards: tuple[tuple[str, int, int], ...]  # (what, layers, parameters of one)
     crossovers: tuple[Crossover, ...]
 
@@ -124,7 +124,7 @@ class Estimate:
                 "window_elements": own.ring,
                 "bytes": own.cache_bytes(s.context),
             },
-            "state": {"elements": own.state, "convolution_elements": own.tail, "bytes": own.state_bytes},
+            "state": {"elements": own.state, "convolution_elements": own.conv_state, "bytes": own.state_bytes},
             "prefill": {"flops": self.prefill_flops, "bytes": self.prefill_bytes},
             "decode": {"flops": self.decode_flops, "bytes": self.decode_bytes},
             "alternatives": [one.as_dict() for one in self.others],
@@ -146,8 +146,8 @@ def estimate(model: nn.Module, setting: Setting | None = None) -> Estimate:
         raise TypeError(f"model: expected a Decoder, which keeps caches, got {type(model).__name__}")
     setting = setting or Setting()
     mixers: list[Any] = [layer.mixer for layer in model.layers]
-    own = arrangement("as it is", mixers, setting)
-    others = tuple(arrangement(name, layers, setting) for name, layers in alternatives(mixers).items())
+    own = mixer_costs("as it is", mixers, setting)
+    others = tuple(mixer_costs(name, layers, setting) for name, layers in alternatives(mixers).items())
     return Estimate(model, setting, own, others, _feedforwards(model), _crossovers(own, others, setting))
 
 
@@ -164,7 +164,7 @@ def _feedforwards(model: Decoder) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, layers, size) for (name, size), layers in counts.items())
 
 
-def _crossovers(own: Arrangement, others: Sequence[Arrangement], setting: Setting) -> tuple[Crossover, ...]:
+def _crossovers(own: MixerCosts, others: Sequence[MixerCosts], setting: Setting) -> tuple[Crossover, ...]:
     """Of every state against every cache; a stack that has only one of them is compared with the hybrid's other."""
     hybrid = next(one for one in others if one.name == HYBRID)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard.biases import Bias
+from regard.coordinates import Coordinates, Packing
 from regard.masks import Full, Mask
 from regard.masks.intervals import PAST
-from regard.sites import Frame, Packing
 
 __all__ = [
     "AttentionCall",
@@ -43,7 +43,7 @@ class AttentionCall:
     softcap: float | None
     sink: Tensor | None
     dropout_p: float
-    frame: Frame  # where the queries and keys stand
+    coordinates: Coordinates  # where the queries and keys stand
     pattern: str  # what `pattern_of` says of the mask
     return_lse: bool
     seed: Tensor | None = None  # int64 (), drawn when dropout_p > 0 and the call runs
@@ -117,12 +117,12 @@ class AttentionCall:
     @property
     def q_start(self) -> int | Tensor:
         """The key slot at which query 0 stands."""
-        return self.frame.q_start
+        return self.coordinates.q_start
 
     @property
     def packing(self) -> Packing | None:
         """The packed lengths, when the slots are counted inside segments."""
-        return self.frame.packing
+        return self.coordinates.packing
 
     @property
     def effective_mask(self) -> Mask:
@@ -130,7 +130,7 @@ class AttentionCall:
         return Full() if self.mask is None else self.mask
 
 
-def pattern_of(mask: Mask | None, frame: Frame) -> str:
+def pattern_of(mask: Mask | None, coordinates: Coordinates) -> str:
     """ "full": every query may attend to every key; "causal": query r to keys 0..r of as many; else "other".
 
     By the mask's definition alone; packed rows and starts given per row are "other".
@@ -138,11 +138,11 @@ def pattern_of(mask: Mask | None, frame: Frame) -> str:
     if mask is None:
         return "full"
     offsets = mask.offsets()
-    if offsets is None or frame.packing is not None or isinstance(frame.q_start, Tensor):
+    if offsets is None or coordinates.packing is not None or isinstance(coordinates.q_start, Tensor):
         return "other"
-    if offsets == PAST and frame.q_start == 0 and frame.q_len == frame.k_len:
+    if offsets == PAST and coordinates.q_start == 0 and coordinates.q_len == coordinates.k_len:
         return "causal"
-    lowest, highest = frame.q_start - frame.k_len + 1, frame.q_start + frame.q_len - 1
+    lowest, highest = coordinates.q_start - coordinates.k_len + 1, coordinates.q_start + coordinates.q_len - 1
     return "full" if offsets.meet(lowest, highest)[1] else "other"
 
 

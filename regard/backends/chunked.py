@@ -23,9 +23,9 @@ from torch import Tensor
 from regard.backends import reference
 from regard.backends.call import AttentionCall, is_batched, recorded_gradients
 from regard.backends.dropout import dropout_factor
+from regard.coordinates import TileIndices
 from regard.masks.base import tensors_of
-from regard.masks.layout import EMPTY, PARTIAL, tile_kind, tiles
-from regard.sites import Site
+from regard.masks.block_layout import EMPTY, PARTIAL, tile_kind, tiles
 
 __all__ = ["defer", "reject", "run"]
 
@@ -106,8 +106,8 @@ class _Tile:
     ) -> None:
         self.call, self.rows, self.cols = call, rows, cols
         self.k, self.v = k[:, :, cols[0] : cols[1]], v[:, :, cols[0] : cols[1]]
-        self._site: Site | None = None
-        allowed = self.grouped(call.effective_mask.allows_at(self.site)) if kind == PARTIAL else None
+        self._site: TileIndices | None = None
+        allowed = self.grouped(call.effective_mask.allows_at(self.indices)) if kind == PARTIAL else None
         if allowed is not None:
             read = allowed.any(-2).any(2).unsqueeze(-1)  # a key that no row here reads may hold anything
             self.k, self.v = (
@@ -119,15 +119,15 @@ class _Tile:
             scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
             self.capped = scores
         if call.bias is not None:
-            scores = scores + self.grouped(call.bias.scores(self.site, scores.dtype))
+            scores = scores + self.grouped(call.bias.scores(self.indices, scores.dtype))
         if self.capped is not None and scores is self.capped:
             scores = self.capped.clone()
         self.scores = scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
 
     @property
-    def site(self) -> Site:
+    def indices(self) -> TileIndices:
         if self._site is None:
-            self._site = self.call.frame.site(self.rows, self.cols)
+            self._site = self.call.coordinates.indices(self.rows, self.cols)
         return self._site
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Tile:
         if call.dropout_p == 0:
             return None
         assert call.seed is not None
-        return self.grouped(dropout_factor(self.site, call.seed, call.dropout_p, dtype))
+        return self.grouped(dropout_factor(self.indices, call.seed, call.dropout_p, dtype))
 
 
 def _prepare(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,9 +156,9 @@ def _tiles(call: AttentionCall) -> Iterator[tuple[tuple[int, int], list[tuple[tu
     q_len, k_len = call.q.shape[2], call.k.shape[2]
     rows = min(ROWS, max(q_len, 1))
     columns = max(COLUMNS, FEW // rows)
-    mask, frame = call.effective_mask, call.frame
+    mask, coordinates = call.effective_mask, call.coordinates
     for r in tiles(q_len, rows):
-        kinds = ((c, tile_kind(mask, frame, r, c)) for c in tiles(k_len, columns))
+        kinds = ((c, tile_kind(mask, coordinates, r, c)) for c in tiles(k_len, columns))
         yield r, [(c, kind) for c, kind in kinds if kind != EMPTY]
 
 
@@ -225,16 +225,16 @@ def _backward(call: AttentionCall, out: Tensor, lse: Tensor, low: Tensor, d_out:
             kept = p
             if factor is not None:
                 kept, dp = p * factor, dp * factor
-            span = slice(*cols)
-            dv[:, :, span] += torch.matmul(kept.flatten(2, 3).transpose(-1, -2), d_rows)
+            box = slice(*cols)
+            dv[:, :, box] += torch.matmul(kept.flatten(2, 3).transpose(-1, -2), d_rows)
             ds = dp.sub_(delta_rows).mul_(p)
             if call.bias is not None:
-                call.bias.accumulate(tile.site, ds.flatten(1, 2), d_bias)
+                call.bias.accumulate(tile.indices, ds.flatten(1, 2), d_bias)
             if tile.capped is not None:
                 assert call.softcap is not None
                 ds = ds * (1 - (tile.capped / call.softcap) ** 2)
             ds = ds.flatten(2, 3)
             dq[..., part, :] += torch.matmul(ds, tile.k).unflatten(2, (call.group, -1))
-            dk[:, :, span] += torch.matmul(ds.transpose(-1, -2), q_rows)
+            dk[:, :, box] += torch.matmul(ds.transpose(-1, -2), q_rows)
     grads = [(dq * call.scale).flatten(1, 2), dk, dv, *d_bias]
     return [g.to(t.dtype) for g, t in zip(grads, (call.q, call.k, call.v, *bias_tensors), strict=True)]

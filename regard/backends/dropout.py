@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from regard.sites import Site
+from regard.coordinates import TileIndices
 
 __all__ = ["draw_seed", "dropout_factor"]
 
@@ -28,7 +28,7 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 2**62, (), dtype=torch.int64, device=device)
 
 
-def dropout_factor(site: Site, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+def dropout_factor(indices: TileIndices, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     """0 for a dropped weight, ``1 / (1 - p)`` for a kept one, on (B, H, rows, columns); ``p = 1`` drops all.
 
     A weight's bit depends on the seed and on its batch row, head, query row and key column, not on tiles or threads.
@@ -36,7 +36,7 @@ def dropout_factor(site: Site, seed: Tensor, p: float, dtype: torch.dtype) -> Te
     """
     p = ctypes.c_float(p).value
     low, high = seed & _WORD, (seed >> 32) & _WORD
-    line = _mix(_mix(_mix(low ^ site.b) ^ site.h) ^ site.row)
-    word = _mix(_mix(line ^ high) ^ site.col)
+    line = _mix(_mix(_mix(low ^ indices.b) ^ indices.h) ^ indices.row)
+    word = _mix(_mix(line ^ high) ^ indices.col)
     keep = word >= int(p * 2.0**32)
     return keep.to(dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from regard.backends.call import AttentionCall, zero_unread
+from regard.coordinates import TileIndices
 from regard.masks import Mask
-from regard.sites import Site
 
 __all__ = ["defer", "reject", "run"]
 
@@ -78,14 +78,14 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         rows, heads = (n if n > 1 else None for n in kinds.shape[:2])
         device = str(call.q.device)
         block_mask = create_block_mask(mask.mask_mod(start), rows, heads, q_len, k_len, device=device)
-        k, v = zero_unread(mask.allows_at(call.frame.site()).expand(batch, q_heads, q_len, k_len), k, v)
+        k, v = zero_unread(mask.allows_at(call.coordinates.indices()).expand(batch, q_heads, q_len, k_len), k, v)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if bias is not None:
             i = q_idx + (start[b] if isinstance(start, Tensor) else start)
-            score = score + bias.scores(Site(b, h, i, kv_idx, q_idx, kv_idx), torch.float32)
+            score = score + bias.scores(TileIndices(b, h, i, kv_idx, q_idx, kv_idx), torch.float32)
         return score
 
     kernel = flex_attention if torch.compiler.is_compiling() else _compiled()

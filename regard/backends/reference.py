@@ -34,10 +34,10 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     dtype = call.compute_dtype
     batch, q_heads, kv_heads, q_len, k_len, _ = call.sizes
-    site = call.frame.site()
+    indices = call.coordinates.indices()
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
     zero, never = (torch.full((), x, dtype=dtype, device=q.device) for x in (0.0, -torch.inf))
-    allowed = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len) if call.mask is not None else None
+    allowed = call.mask.allows_at(indices).expand(batch, q_heads, q_len, k_len) if call.mask is not None else None
     if allowed is not None:
         k, v = zero_unread(allowed, k, v)
     grouped = (q * call.scale).unflatten(1, (kv_heads, call.group))
@@ -45,7 +45,7 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if (bias := call.wide_bias) is not None:
-        scores = scores + bias.scores(site, dtype)
+        scores = scores + bias.scores(indices, dtype)
     if allowed is not None:
         scores = torch.where(allowed, scores, never)
     top = scores.detach().amax(-1, keepdim=True) if k_len else never.expand(batch, q_heads, q_len, 1)
@@ -71,6 +71,6 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     p, lse, low, v = _softmax(call)
     if call.dropout_p > 0:
         assert call.seed is not None
-        p = p * dropout_factor(call.frame.site(), call.seed, call.dropout_p, p.dtype)
+        p = p * dropout_factor(call.coordinates.indices(), call.seed, call.dropout_p, p.dtype)
     out = torch.matmul(p.unflatten(1, (call.k.shape[1], call.group)), v.unsqueeze(2)).flatten(1, 2)
     return out, lse, low

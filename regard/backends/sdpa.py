@@ -69,12 +69,12 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
             return out.reshape(*q.shape[:3], v.shape[3]), no_lse
         return F.scaled_dot_product_attention(q, k, v, **options), no_lse
     batch, q_heads, _, q_len, k_len, _ = call.sizes
-    site = call.frame.site()
+    indices = call.coordinates.indices()
     extra: Tensor | None = None
     if call.mask is not None:
-        extra = call.mask.allows_at(site).expand(batch, q_heads, q_len, k_len)
+        extra = call.mask.allows_at(indices).expand(batch, q_heads, q_len, k_len)
         k, v = zero_unread(extra, k, v)
     if (added := call.wide_bias) is not None:
-        bias = added.scores(site, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
+        bias = added.scores(indices, call.compute_dtype).expand(batch, q_heads, q_len, k_len)
         extra = bias if extra is None else torch.where(extra, bias, -torch.inf)  # in the compute dtype, never rounded
     return F.scaled_dot_product_attention(q, k, v, attn_mask=extra, **options), no_lse

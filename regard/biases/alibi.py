@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from regard.biases.base import Bias, needs_heads
-from regard.masks.checks import describe, whole
-from regard.sites import Site, can_read
+from regard.checks import describe, whole
+from regard.coordinates import TileIndices, can_read
 
 __all__ = ["Alibi", "alibi_slopes"]
 
@@ -85,14 +85,14 @@ class Alibi(Bias):
     def with_tensors(self, tensors: Sequence[Tensor]) -> Alibi:
         return Alibi(tensors[0], self.symmetric)
 
-    def _distance(self, site: Site) -> Tensor:
-        return -(site.i - site.j).abs() if self.symmetric else site.j - site.i
+    def _distance(self, indices: TileIndices) -> Tensor:
+        return -(indices.i - indices.j).abs() if self.symmetric else indices.j - indices.i
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        return self._slopes.to(dtype)[site.h] * self._distance(site).to(dtype)
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
+        return self._slopes.to(dtype)[indices.h] * self._distance(indices).to(dtype)
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        into[0].add_((grad * self._distance(site).to(grad.dtype)).sum((0, 2, 3)).to(into[0].dtype))
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        out[0].add_((grad * self._distance(indices).to(grad.dtype)).sum((0, 2, 3)).to(out[0].dtype))
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         needs_heads("Alibi.slopes", self._slopes.shape[0], heads)

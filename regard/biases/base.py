@@ -9,11 +9,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from regard.checks import describe, fits, is_dense, is_number_type, pick
+from regard.coordinates import Coordinates, TileIndices
 from regard.masks.base import tensors_of, to_device
-from regard.masks.checks import describe, fits, is_dense, is_number_type, pick
-from regard.sites import Frame, Site
 
-__all__ = ["Bias", "Dense", "Moved", "Sum", "as_bias", "needs_heads"]
+__all__ = ["Bias", "Dense", "Shifted", "Sum", "as_bias", "needs_heads"]
 
 B = TypeVar("B", bound="Bias")
 
@@ -32,22 +32,22 @@ class Bias:
         """The same bias reading other tensors, in the order of `tensors`."""
         raise NotImplementedError
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        """The values on `site`, in `dtype`, broadcasting against (B, H, rows, columns)."""
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
+        """The values on `indices`, in `dtype`, broadcasting against (B, H, rows, columns)."""
         raise NotImplementedError
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        """Add a tile's gradient (B, H, rows, columns) to `into`, tensors shaped like `tensors`; `site` is its place."""
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        """Add a tile's gradient (B, H, rows, columns) to `out`, which is shaped like `tensors`."""
         raise NotImplementedError
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         """Raise ValueError where the bias does not fit a call of these sizes."""
 
-    def moved(self, by: int) -> Bias:
+    def shifted(self, by: int) -> Bias:
         """The same bias for keys whose first column is slot `by` (a window cache holds only the latest columns)."""
-        return self if by == 0 or self.relative else Moved(self, by)
+        return self if by == 0 or self.relative else Shifted(self, by)
 
-    def among(self, keep: Tensor | None) -> Bias:
+    def with_padding(self, keep: Tensor | None) -> Bias:
         """The same bias for keys of which only `keep` (B, Tk) are real: itself, unless it counts tokens, not slots."""
         return self
 
@@ -65,7 +65,7 @@ class Bias:
         heads = self.head_count() or 1 if heads is None else heads
         self.check(batch, heads, q_len, k_len)
         tensors = self.tensors()
-        frame = Frame(
+        coordinates = Coordinates(
             batch,
             heads,
             q_len,
@@ -73,7 +73,7 @@ class Bias:
             k_len - q_len if q_start is None else q_start,
             device=tensors[0].device if tensors else None,
         )
-        values = self.scores(frame.site(), torch.float64)
+        values = self.scores(coordinates.indices(), torch.float64)
         while values.ndim < 4:
             values = values.unsqueeze(0)
         return values.expand(*values.shape[:2], q_len, k_len)
@@ -116,42 +116,42 @@ class Sum(Bias):
             tuple(part.with_tensors(share) for part, share in zip(self.parts, self._shares(tensors), strict=True))
         )
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        total = self.parts[0].scores(site, dtype)
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
+        total = self.parts[0].scores(indices, dtype)
         for part in self.parts[1:]:
-            total = total + part.scores(site, dtype)
+            total = total + part.scores(indices, dtype)
         return total
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        for part, share in zip(self.parts, self._shares(into), strict=True):
-            part.accumulate(site, grad, share)
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        for part, share in zip(self.parts, self._shares(out), strict=True):
+            part.accumulate(indices, grad, share)
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         for part in self.parts:
             part.check(batch, heads, q_len, k_len)
 
-    def moved(self, by: int) -> Sum:
-        return Sum(tuple(part.moved(by) for part in self.parts))
+    def shifted(self, by: int) -> Sum:
+        return Sum(tuple(part.shifted(by) for part in self.parts))
 
     def head_count(self) -> int | None:
         return next((n for part in self.parts if (n := part.head_count()) is not None), None)
 
 
 @dataclass(frozen=True, eq=False)
-class Moved(Bias):
+class Shifted(Bias):
     """`part` for keys whose first column is slot `by`."""
 
     part: Bias
     by: int
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Moved:
-        return Moved(self.part.with_tensors(tensors), self.by)
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Shifted:
+        return Shifted(self.part.with_tensors(tensors), self.by)
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        return self.part.scores(site.moved(self.by), dtype)
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
+        return self.part.scores(indices.shifted(self.by), dtype)
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        self.part.accumulate(site.moved(self.by), grad, into)
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        self.part.accumulate(indices.shifted(self.by), grad, out)
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         self.part.check(batch, heads, q_len, k_len + self.by)
@@ -189,17 +189,17 @@ class Dense(Bias):
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         fits("bias", self.tensor, (batch, heads, q_len, k_len)[4 - self.tensor.ndim :])
 
-    def _index(self, site: Site) -> tuple[Tensor, ...]:
-        return () if self.tensor.ndim == 0 else (site.b, site.h, site.row, site.col)[4 - self.tensor.ndim :]
+    def _index(self, indices: TileIndices) -> tuple[Tensor, ...]:
+        return () if self.tensor.ndim == 0 else (indices.b, indices.h, indices.row, indices.col)[4 - self.tensor.ndim :]
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        tensor, index = self.tensor, self._index(site)
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
+        tensor, index = self.tensor, self._index(indices)
         if torch.is_grad_enabled() and tensor.requires_grad:  # first: gradients of what broadcasts add up in it
             tensor = tensor.to(torch.promote_types(tensor.dtype, dtype))
         return (pick(tensor, *index) if index else tensor).to(dtype)
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        (total,) = into
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        (total,) = out
         if total.ndim == 0:
             total.add_(grad.sum().to(total.dtype))
             return
@@ -208,7 +208,7 @@ class Dense(Bias):
             + [1 if n == 1 else m for n, m in zip(total.shape, grad.shape[4 - total.ndim :], strict=True)]
         )
         part = total
-        for axis, start, extent in zip((-2, -1), site.origin, grad.shape[-2:], strict=True):
+        for axis, start, extent in zip((-2, -1), indices.origin, grad.shape[-2:], strict=True):
             if total.shape[axis] != 1:
                 part = part.narrow(axis, start, extent)
         part.add_(grad.reshape(part.shape).to(total.dtype))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from regard.biases.base import Bias, needs_heads
-from regard.masks.checks import describe, whole
-from regard.sites import Site
+from regard.checks import describe, whole
+from regard.coordinates import TileIndices
 
 __all__ = ["RelativeBuckets", "RelativeTable", "relative_bucket"]
 
@@ -22,15 +22,15 @@ class _Table(Bias):
 
     table: Tensor
 
-    def index(self, site: Site) -> Tensor:
+    def index(self, indices: TileIndices) -> Tensor:
         raise NotImplementedError
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
-        return self.table.to(dtype)[self.index(site), site.h]
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
+        return self.table.to(dtype)[self.index(indices), indices.h]
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        index = self.index(site).expand(grad.shape[0], 1, *grad.shape[2:])[:, 0]
-        into[0].index_add_(0, index.flatten(), grad.permute(0, 2, 3, 1).flatten(0, 2).to(into[0].dtype))
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        index = self.index(indices).expand(grad.shape[0], 1, *grad.shape[2:])[:, 0]
+        out[0].index_add_(0, index.flatten(), grad.permute(0, 2, 3, 1).flatten(0, 2).to(out[0].dtype))
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         needs_heads(f"{type(self).__name__}.table", self.table.shape[1], heads)
@@ -86,9 +86,9 @@ class RelativeBuckets(_Table):
     def with_tensors(self, tensors: Sequence[Tensor]) -> RelativeBuckets:
         return RelativeBuckets(tensors[0], self.bidirectional, self.max_distance)
 
-    def index(self, site: Site) -> Tensor:
+    def index(self, indices: TileIndices) -> Tensor:
         return relative_bucket(
-            site.j - site.i, self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
+            indices.j - indices.i, self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
         )
 
 
@@ -122,10 +122,10 @@ class RelativeTable(_Table):
                 f"RelativeTable.size: a grid of {self.size} has {math.prod(self.size)} slots, got {max(q_len, k_len)}"
             )
 
-    def index(self, site: Site) -> Tensor:
-        index = torch.zeros_like(site.i - site.j)
+    def index(self, indices: TileIndices) -> Tensor:
+        index = torch.zeros_like(indices.i - indices.j)
         below = math.prod(self.size)
-        i, j = site.i, site.j
+        i, j = indices.i, indices.j
         for n in self.size:
             below //= n
             index = index * (2 * n - 1) + (i // below - j // below) + (n - 1)

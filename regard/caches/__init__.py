@@ -14,9 +14,9 @@ when it has succeeded (`commit`). Caches are pytrees whose tensors are leaves.
 (True, 5, 512)
 """
 
-from regard.caches.base import Cache, Held
+from regard.caches.base import Cache, KVView
 from regard.caches.keys import KVCache, WindowCache
 from regard.caches.latent import LatentCache
 from regard.caches.states import StateCache
 
-__all__ = ["Cache", "Held", "KVCache", "LatentCache", "StateCache", "WindowCache"]
+__all__ = ["Cache", "KVView", "KVCache", "LatentCache", "StateCache", "WindowCache"]

@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_map_only
 
 from regard.caches.recomputation import refuse_recomputation
 from regard.caches.trees import register
+from regard.checks import describe, whole
+from regard.coordinates import has_values
 from regard.errors import CacheError, CacheFull
-from regard.masks.checks import describe, whole
-from regard.sites import has_values
-from regard.tokens import LOGGED, Placed, TokenLog, place
+from regard.tokens import HISTORY_TENSORS, TokenHistory, TokenLayout, resolve_tokens
 
-__all__ = ["Cache", "Held"]
+__all__ = ["Cache", "KVView"]
 
 C = TypeVar("C", bound="Cache")
 
 
 @dataclass(frozen=True)
-class Held:
+class KVView:
     """The keys that a call may read; columns are slots ``first…``; keep, segments (B, columns) or None if all alike.
 
     `fresh` is what the call itself brings, which the cache's `commit` stores once the call has succeeded: its keys and
@@ -38,9 +38,9 @@ class Held:
     fresh: tuple[Any, ...]
 
     @classmethod
-    def alone(cls, k: Tensor, v: Tensor, placed: Placed) -> Held:
+    def alone(cls, k: Tensor, v: Tensor, layout: TokenLayout) -> KVView:
         """What a call without a cache reads: its own keys."""
-        return cls(k, v, 0, placed.keep, placed.segments, (k, v, placed))
+        return cls(k, v, 0, layout.keep, layout.segments, (k, v, layout))
 
 
 class Cache:
@@ -51,7 +51,7 @@ class Cache:
 
     def __init__(self, batch: int, slots: int, device: torch.device | str | None) -> None:
         self.length = 0
-        self.log = TokenLog(whole("batch", batch, 0), slots, device)
+        self.history = TokenHistory(whole("batch", batch, 0), slots, device)
 
     def __init_subclass__(cls) -> None:
         register(cls)
@@ -59,26 +59,26 @@ class Cache:
     @property
     def batch(self) -> int:
         """Rows."""
-        return self.log.batch
+        return self.history.batch
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage held."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values() if t is not None)
 
-    def place(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> Placed:
+    def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> TokenLayout:
         """Where a call's tokens stand after those seen; `given` are the call's keep, positions, segments."""
         refuse_recomputation()
         if batch != self.batch:
             raise ValueError(f"cache: made for {self.batch} rows, got a call with {batch}")
-        return place(batch, tokens, device, log=self.log, length=self.length, **given)
+        return resolve_tokens(batch, tokens, device, history=self.history, length=self.length, **given)
 
     def next_positions(
         self, batch: int, tokens: int, keep: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
         """The positions (B, T) that the next call's tokens get by default."""
         device = next((t.device for t in self.tensors().values() if t is not None), torch.device("cpu"))
-        return self.place(batch, tokens, device, keep=keep, segments=segments).positions
+        return self.resolve_tokens(batch, tokens, device, keep=keep, segments=segments).positions
 
     def room_for(self, tokens: int) -> None:
         """Raise `CacheFull` when `tokens` more do not fit."""
@@ -91,7 +91,7 @@ class Cache:
     def reset(self) -> None:
         """Forget every token; storage stays."""
         self.length = 0
-        self.log = TokenLog(self.batch, self.log.size, self.log.device)
+        self.history = TokenHistory(self.batch, self.history.size, self.history.device)
 
     def crop(self, n: int) -> None:
         """Keep the first `n` tokens seen, if there are more; `CacheError` where the others cannot be undone."""
@@ -118,7 +118,7 @@ class Cache:
         if index.numel() and has_values(index) and not (0 <= int(index.min()) and int(index.max()) < self.batch):
             raise ValueError(f"index: expected rows from 0 to {self.batch - 1}, got {index.tolist()}")
         self._map(lambda t: t.index_select(0, index.to(t.device)))
-        self.log.batch = index.numel()
+        self.history.batch = index.numel()
 
     def __repr__(self) -> str:
         room = "" if self.capacity is None else f" of {self.capacity}"
@@ -129,10 +129,10 @@ class Cache:
         copied: C = tree_map_only(Tensor, Tensor.clone, self)
         return copied
 
-    def _marks(self, first: int, placed: Placed, new: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _marks(self, first: int, layout: TokenLayout, new: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(keep, segments) of the slots from `first` on, the call's tokens `new` (B, H, T, D) last; None: all alike."""
-        keep, segments = self.log.read(first, self.length)
-        fresh = placed.keep, placed.segments
+        keep, segments = self.history.read(first, self.length)
+        fresh = layout.keep, layout.segments
         seen, tokens = (new.shape[0], self.length - first), (new.shape[0], new.shape[2])
         if keep is None and fresh != (None, None):
             keep = torch.ones(seen, dtype=torch.bool, device=new.device)
@@ -146,8 +146,8 @@ class Cache:
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         new = {name: None if t is None else fn(t) for name, t in self.tensors().items()}
         for name, t in new.items():
-            setattr(self.log if name in LOGGED else self, name, t)
+            setattr(self.history if name in HISTORY_TENSORS else self, name, t)
 
     def tensors(self) -> dict[str, Tensor | None]:
         own: dict[str, Tensor | None] = {name: getattr(self, name) for name in self.tensor_names}
-        return own | {name: getattr(self.log, name) for name in LOGGED}
+        return own | {name: getattr(self.history, name) for name in HISTORY_TENSORS}

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.caches.base import Cache, Held
-from regard.masks.checks import whole
-from regard.tokens import Placed, Slots, TokenLog
+from regard.caches.base import Cache, KVView
+from regard.checks import whole
+from regard.tokens import Slots, TokenHistory, TokenLayout
 
 __all__ = ["KVCache", "WindowCache"]
 
@@ -57,31 +57,31 @@ class _KeysAndValues(Cache):
         """The oldest slot that the next query may need."""
         return 0
 
-    def extend(self, k: Tensor, v: Tensor, placed: Placed) -> Held:
+    def extend(self, k: Tensor, v: Tensor, layout: TokenLayout) -> KVView:
         """What a call with new keys (B, Hkv, T, Dk) and values reads, the new ones last; nothing is changed yet."""
         self.room_for(k.shape[2])
         self.fits(k, v)
         first = self.first
-        keep, segments = self._marks(first, placed, k)
-        return Held(
-            self._joined(self.k, k, first), self._joined(self.v, v, first), first, keep, segments, (k, v, placed)
+        keep, segments = self._marks(first, layout, k)
+        return KVView(
+            self._joined(self.k, k, first), self._joined(self.v, v, first), first, keep, segments, (k, v, layout)
         )
 
     def _joined(self, buffer: Tensor, new: Tensor, first: int) -> Tensor:
         return _copied(Slots(buffer, 2).read(first, self.length), new)
 
-    def commit(self, k: Tensor, v: Tensor, placed: Placed) -> None:
+    def commit(self, k: Tensor, v: Tensor, layout: TokenLayout) -> None:
         """Store the new keys and values: the call has succeeded."""
         self._store(k.detach(), v.detach())
-        self.log.write(self.length, placed, k.shape[2])
+        self.history.write(self.length, layout, k.shape[2])
         self.length += k.shape[2]
 
-    def commit_context(self, asked: int, k: Tensor, v: Tensor, placed: Placed) -> None:
+    def commit_context(self, asked: int, k: Tensor, v: Tensor, layout: TokenLayout) -> None:
         """As `commit`, of a context's keys and values (none once they are here), which `asked` query tokens read."""
         if not self.context:
             self._keep_whole(k.shape[2])
             self.context = True
-        self.commit(k, v, placed)
+        self.commit(k, v, layout)
         self.asked += asked
 
     def _keep_whole(self, tokens: int) -> None:
@@ -159,7 +159,7 @@ class WindowCache(_KeysAndValues):
     def reset(self) -> None:
         super().reset()
         self.oldest = 0
-        if self.log.size != self.window:
+        if self.history.size != self.window:
             self._resize(self.window)
 
     def _keep_whole(self, tokens: int) -> None:
@@ -169,7 +169,7 @@ class WindowCache(_KeysAndValues):
     def _resize(self, slots: int) -> None:
         """Empty storage for so many tokens."""
         self.k, self.v = (t.new_zeros(*t.shape[:2], slots, t.shape[3]) for t in (self.k, self.v))
-        self.log = TokenLog(self.batch, slots, self.log.device)
+        self.history = TokenHistory(self.batch, slots, self.history.device)
 
     def _joined(self, buffer: Tensor, new: Tensor, first: int) -> Tensor:
         return appended(buffer, new, self.length) if self.context else super()._joined(buffer, new, first)
@@ -180,7 +180,7 @@ class WindowCache(_KeysAndValues):
         if max(0, n - max(self.window - 1, 1)) < self.oldest:  # and the last one's place, which the next counts from
             super()._can_crop(n)
 
-    def commit(self, k: Tensor, v: Tensor, placed: Placed) -> None:
-        super().commit(k, v, placed)
+    def commit(self, k: Tensor, v: Tensor, layout: TokenLayout) -> None:
+        super().commit(k, v, layout)
         if not self.context:
             self.oldest = max(self.oldest, self.length - self.window)

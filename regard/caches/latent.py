@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.caches.base import Cache, Held
+from regard.caches.base import Cache, KVView
 from regard.caches.keys import appended
-from regard.masks.checks import whole
-from regard.tokens import Placed, Slots
+from regard.checks import whole
+from regard.tokens import Slots, TokenLayout
 
 __all__ = ["LatentCache"]
 
@@ -34,7 +34,7 @@ class LatentCache(Cache):
     def _can_crop(self, n: int) -> None:
         """Earlier tokens are all still there."""
 
-    def extend(self, latent: Tensor, placed: Placed) -> Held:
+    def extend(self, latent: Tensor, layout: TokenLayout) -> KVView:
         """What a call with new latents (B, 1, T, rank + rope_dim) reads, the new ones last; nothing is changed yet."""
         self.room_for(latent.shape[2])
         if latent.shape[3] != self.latent.shape[3]:
@@ -42,10 +42,10 @@ class LatentCache(Cache):
         if latent.device != self.latent.device:
             raise ValueError(f"cache: it is on {self.latent.device}, got latents on {latent.device}")
         joined = appended(self.latent, latent, self.length)
-        return Held(joined, joined[..., : self.rank], 0, *self._marks(0, placed, latent), (latent, placed))
+        return KVView(joined, joined[..., : self.rank], 0, *self._marks(0, layout, latent), (latent, layout))
 
-    def commit(self, latent: Tensor, placed: Placed) -> None:
+    def commit(self, latent: Tensor, layout: TokenLayout) -> None:
         """Store the new latents: the call has succeeded."""
         Slots(self.latent, 2).write(self.length, latent.detach())
-        self.log.write(self.length, placed, latent.shape[2])
+        self.history.write(self.length, layout, latent.shape[2])
         self.length += latent.shape[2]

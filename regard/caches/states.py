@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.caches.base import Cache
-from regard.tokens import Placed
+from regard.tokens import TokenLayout
 
 __all__ = ["StateCache"]
 
@@ -43,7 +43,7 @@ class StateCache(Cache):
         for name, state in self.states.items():
             setattr(self, name, torch.zeros_like(state))
 
-    def commit(self, states: Mapping[str, Tensor], owner: Tensor | None, placed: Placed, tokens: int) -> None:
+    def commit(self, states: Mapping[str, Tensor], owner: Tensor | None, layout: TokenLayout, tokens: int) -> None:
         """Take over the new states: the call has succeeded."""
         for name, state in states.items():
             new = state.detach()
@@ -51,5 +51,5 @@ class StateCache(Cache):
             alone = not torch.compiler.is_compiling() and new.untyped_storage().nbytes() == new.nbytes
             setattr(self, name, new if alone else new.clone())
         self.owner = owner
-        self.log.write(self.length, placed, tokens)
+        self.history.write(self.length, layout, tokens)
         self.length += tokens

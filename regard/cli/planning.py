@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from regard.analysis import Estimate
     from regard.models.presets import Preset
 
-__all__ = ["Request", "list_presets", "run"]
+__all__ = ["PlanRequest", "list_presets", "run"]
 
 MOST = 10**12  # tokens or rows
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """Which model to plan, for what, and how to say it."""
 
     model: str
@@ -46,12 +46,12 @@ def list_presets(as_json: bool) -> None:
     Console(markup=False).print(table)
 
 
-def run(request: Request) -> None:
+def run(request: PlanRequest) -> None:
     """Carry the request out, writing to stdout; the plot goes to its file first."""
     import torch
 
     from regard.analysis import Setting, estimate
-    from regard.analysis.arrangements import BITS
+    from regard.analysis.layer_costs import BITS
     from regard.errors import CheckpointError
     from regard.models.config import naming
 
@@ -79,7 +79,7 @@ def run(request: Request) -> None:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """What is planned: its name, the model without weights, the preset if it is one, what is to be said of it."""
 
     title: str
@@ -88,7 +88,7 @@ class Subject:
     note: str | None = None
 
 
-def _subject(name: str) -> Subject:
+def _subject(name: str) -> PlannedModel:
     from regard.errors import CheckpointError
     from regard.models import Decoder
     from regard.models.files import is_file, is_folder, read_json
@@ -99,7 +99,7 @@ def _subject(name: str) -> Subject:
         raise ValueError(f"MODEL is missing; {accepted}")
     if name.lower() in PRESETS:
         chosen = preset(name)
-        return Subject(chosen.release, chosen.build(), chosen, chosen.note or None)
+        return PlannedModel(chosen.release, chosen.build(), chosen, chosen.note or None)
     path = Path(name)
     if is_folder(path):
         inside = f" (such as {path / 'config.json'})" if is_file(path / "config.json") else ""
@@ -118,7 +118,7 @@ def _subject(name: str) -> Subject:
         family = config["model_type"]
         raise ValueError(f"MODEL: {name}: model_type={family!r} is no decoder and keeps no cache; accepted: a decoder")
     note = "weights are planned in --dtype, not as quantization_config stores them" if quantized else None
-    return Subject(f"{name} ({config['model_type']})", model, None, note)
+    return PlannedModel(f"{name} ({config['model_type']})", model, None, note)
 
 
 def _facts(preset: Preset) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _facts(preset: Preset) -> dict[str, Any]:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _print(subject: Subject, found: Estimate) -> None:
+def _print(subject: PlannedModel, found: Estimate) -> None:
     s, own, preset = found.setting, found.own, subject.preset
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(subject.title if preset is None else f"{subject.title} ({preset.source})")
@@ -158,7 +158,7 @@ def _print(subject: Subject, found: Estimate) -> None:
         where = f"{own.window_per_token:,} elements a token, {' or '.join(f'{n:,}' for n in slots)} tokens"
         console.print(f"windows      {where}: {own.ring:,} elements, {size(s.cache_bytes(s.batch * own.ring))}")
     if own.state:
-        tails = f" and {own.tail:,} of convolutions" if own.tail else ""
+        tails = f" and {own.conv_state:,} of convolutions" if own.conv_state else ""
         console.print(f"states       {own.state:,} elements{tails} a row, in float32: {size(own.state_bytes)}")
     for name, flops, moved in (
         ("prefill", found.prefill_flops, found.prefill_bytes),
@@ -182,7 +182,7 @@ def _print_layers(console: Console, found: Estimate) -> None:
             f"{holds.per_token:,} a token" * bool(holds.per_token),
             f"{holds.window:,} x {holds.slots:,} tokens" * bool(holds.ring),
             f"{holds.state:,} of state" * bool(holds.state),
-            f"{holds.tail:,} of convolution" * bool(holds.tail),
+            f"{holds.conv_state:,} of convolution" * bool(holds.conv_state),
         ]
         table.add_row(str(kind.layers), kind.name, f"{kind.parameters:,}", ", ".join(filter(None, parts)))
     for name, layers, parameters in found.feedforwards:

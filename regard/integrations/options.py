@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.checks import describe
+from regard.coordinates import can_read
 from regard.masks import Dense, Segments
-from regard.masks.checks import describe
-from regard.sites import can_read
 
 __all__ = [
     "PACKED",

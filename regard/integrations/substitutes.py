@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.coordinates import can_read
 from regard.decays import softplus_step
 from regard.integrations.options import documents
 from regard.mixers.parts import l2_normalized
@@ -16,7 +17,6 @@ from regard.models.experts import all_are_cheaper, at_once, down_of_all
 from regard.ops.convolutions import short_conv
 from regard.ops.recurrence import recurrence
 from regard.ops.scan import scan
-from regard.sites import can_read
 from regard.transitions import Decay, Delta
 
 __all__ = ["BESIDE", "FUNCTIONS", "MARK", "METHODS", "few_experts", "has_plain_experts"]

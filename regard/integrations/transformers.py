@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from regard.backends.call import sink_share
+from regard.coordinates import can_read
 from regard.integrations.acceleration import NAME, Acceleration, accelerate, undo
 from regard.integrations.handed import Handed
 from regard.integrations.options import check_options, named, packed, selected_keys, wants_weights, weights_omit_sinks
 from regard.masks import Band, Causal, Dense, Full, KeyPadding, Mask, Segments
 from regard.ops.attention import attention, attention_weights
-from regard.sites import can_read
 
 __all__ = ["NAME", "Acceleration", "Handed", "accelerate", "attention_forward", "make_mask", "register", "undo"]
 

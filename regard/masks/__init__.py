@@ -1,8 +1,8 @@
 """Masks: which query may attend to which key, as small values that can be read, combined and drawn.
 
-``True`` means *may attend*. ``i`` is the query's slot, ``j`` the key's (see `regard.sites`). Masks combine with ``&``,
-``|`` and ``~``, compare by identity and never change. From a mask's one definition on positions come its dense form
-(`Mask.dense`), its block layout (`Mask.block_layout`), FlexAttention's predicate (`Mask.mask_mod`) and a picture
+``True`` means *may attend*. ``i`` is the query's slot, ``j`` the key's (see `regard.coordinates`). Masks combine with
+``&``, ``|`` and ``~``, compare by identity and never change. From a mask's one definition on positions come its dense
+form (`Mask.dense`), its block layout (`Mask.block_layout`), FlexAttention's predicate (`Mask.mask_mod`) and a picture
 (`Mask.draw`).
 
 >>> from regard.masks import Causal, Prefix, Window
@@ -16,9 +16,9 @@
 """
 
 from regard.masks.base import And, Mask, Not, Or, split_packing
-from regard.masks.labels import Buckets, Segments
-from regard.masks.patterns import Blocks, Dense, Edges, Global, KeyPadding, Predicate, RandomBlocks, as_mask
 from regard.masks.positional import Band, Causal, Full, KeyLengths, Prefix, Window
+from regard.masks.segments import Buckets, Segments
+from regard.masks.tensor_masks import Blocks, Dense, Edges, Global, KeyPadding, Predicate, RandomBlocks, as_mask
 
 __all__ = [
     "And",

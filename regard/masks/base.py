@@ -13,12 +13,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from regard.masks.checks import UNKNOWN
+from regard.checks import UNKNOWN
+from regard.coordinates import Coordinates, Packing, TileBounds, TileIndices, can_read, is_recording
+from regard.masks.block_layout import block_layout
 from regard.masks.intervals import Intervals
-from regard.masks.layout import block_layout
-from regard.sites import Frame, Packing, Site, Span, can_read, is_recording
 
-__all__ = ["And", "Mask", "Moved", "Not", "Or", "reach", "split_packing", "tensors_of", "to_device"]
+__all__ = ["And", "Mask", "Shifted", "Not", "Or", "reach", "split_packing", "tensors_of", "to_device"]
 
 M = TypeVar("M", bound="Mask")
 
@@ -30,11 +30,11 @@ class Mask:
     exact_bounds: ClassVar[bool] = False  # bounds() tells empty, partial and full apart without looking at single pairs
     traceable: ClassVar[bool] = True  # allows_at works on 0-d index tensors inside a compiled kernel
 
-    def allows_at(self, site: Site) -> Tensor:
-        """The truth on the pairs of `site`: a bool tensor that broadcasts against (B, H, rows, columns)."""
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        """The truth on the pairs of `indices`: a bool tensor that broadcasts against (B, H, rows, columns)."""
         raise NotImplementedError
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         """(may any pair of the tile be allowed, are all of them): sound, so a tile of ``(False, _)`` can be skipped."""
         return UNKNOWN
 
@@ -62,9 +62,9 @@ class Mask:
         for child in self.children():
             child.refresh()
 
-    def moved(self, by: int) -> Mask:
+    def shifted(self, by: int) -> Mask:
         """The same mask for keys whose first column is slot `by` (a window cache holds only the latest columns)."""
-        return self if by == 0 or self.offsets() is not None else Moved(self, by)
+        return self if by == 0 or self.offsets() is not None else Shifted(self, by)
 
     # ---- what users call -------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Mask:
         """Whether query slot `i` may see key slot `j` in batch row `b`, head `h`: ints or tensors that broadcast."""
         self.refresh()
         b, h, i, j = (torch.as_tensor(x) for x in (b, h, i, j))
-        return self.allows_at(Site(b, h, i, j, i, j))
+        return self.allows_at(TileIndices(b, h, i, j, i, j))
 
     def dense(
         self,
@@ -84,11 +84,11 @@ class Mask:
         q_start: int | Tensor | None = None,
     ) -> Tensor:
         """The whole mask as bool ``(B, H, Tq, Tk)``; B and H are 1 where the mask is the same for all rows or heads."""
-        frame = self._frame(q_len, k_len, batch, heads, q_start)
-        allowed = self.allows_at(frame.site())
+        coordinates = self._coordinates(q_len, k_len, batch, heads, q_start)
+        allowed = self.allows_at(coordinates.indices())
         while allowed.ndim < 4:
             allowed = allowed.unsqueeze(0)
-        return allowed.expand(*allowed.shape[:2], frame.q_len, frame.k_len)
+        return allowed.expand(*allowed.shape[:2], coordinates.q_len, coordinates.k_len)
 
     def block_layout(
         self,
@@ -110,7 +110,7 @@ class Mask:
         key = (q_len, k_len, sizes, batch, heads, q_start if isinstance(q_start, int) else None)
         if isinstance(q_start, Tensor) or key not in self._memo:
             exact = self.offsets() is not None or (self.exact_bounds and not tensors_of(self))
-            layout = block_layout(self, self._frame(q_len, k_len, batch, heads, q_start), sizes, exact)
+            layout = block_layout(self, self._coordinates(q_len, k_len, batch, heads, q_start), sizes, exact)
             if isinstance(q_start, Tensor):
                 return layout
             self._memo[key] = layout
@@ -122,7 +122,7 @@ class Mask:
 
         def predicate(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             start = q_start[b] if isinstance(q_start, Tensor) else q_start
-            allowed: Tensor = self.allows_at(Site(b, h, q_idx + start, kv_idx, q_idx, kv_idx))
+            allowed: Tensor = self.allows_at(TileIndices(b, h, q_idx + start, kv_idx, q_idx, kv_idx))
             return allowed
 
         return predicate
@@ -163,13 +163,15 @@ class Mask:
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_memo_"}
 
-    def _frame(self, q_len: int, k_len: int | None, batch: int, heads: int, q_start: int | Tensor | None) -> Frame:
+    def _coordinates(
+        self, q_len: int, k_len: int | None, batch: int, heads: int, q_start: int | Tensor | None
+    ) -> Coordinates:
         self.refresh()
         k_len = q_len if k_len is None else k_len
         packing = split_packing(self)
         self.check(batch, heads, q_len, k_len)
         device = next((t.device for t in tensors_of(self)), None)
-        return Frame(batch, heads, q_len, k_len, k_len - q_len if q_start is None else q_start, packing, device)
+        return Coordinates(batch, heads, q_len, k_len, k_len - q_len if q_start is None else q_start, packing, device)
 
 
 class _Combined(Mask):
@@ -193,13 +195,13 @@ class And(_Combined):
         found = self._all_offsets()
         return None if found is None else functools.reduce(operator.and_, found)
 
-    def allows_at(self, site: Site) -> Tensor:
-        return functools.reduce(operator.and_, (part.allows_at(site) for part in self.parts))
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return functools.reduce(operator.and_, (part.allows_at(indices) for part in self.parts))
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         if (offsets := self.offsets()) is not None:
-            return offsets.meet(*span.distance)
-        some, every = zip(*(part.bounds(span) for part in self.parts), strict=True)
+            return offsets.meet(*box.distance)
+        some, every = zip(*(part.bounds(box) for part in self.parts), strict=True)
         return all(some), all(every)
 
 
@@ -213,13 +215,13 @@ class Or(_Combined):
         found = self._all_offsets()
         return None if found is None else functools.reduce(operator.or_, found)
 
-    def allows_at(self, site: Site) -> Tensor:
-        return functools.reduce(operator.or_, (part.allows_at(site) for part in self.parts))
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return functools.reduce(operator.or_, (part.allows_at(indices) for part in self.parts))
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         if (offsets := self.offsets()) is not None:
-            return offsets.meet(*span.distance)
-        some, every = zip(*(part.bounds(span) for part in self.parts), strict=True)
+            return offsets.meet(*box.distance)
+        some, every = zip(*(part.bounds(box) for part in self.parts), strict=True)
         return any(some), any(every)
 
 
@@ -236,16 +238,16 @@ class Not(Mask):
         found = self.part.offsets()
         return None if found is None else ~found
 
-    def allows_at(self, site: Site) -> Tensor:
-        return ~self.part.allows_at(site)
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return ~self.part.allows_at(indices)
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
-        some, every = self.part.bounds(span)
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        some, every = self.part.bounds(box)
         return not every, not some
 
 
 @dataclass(frozen=True, eq=False)
-class Moved(Mask):
+class Shifted(Mask):
     """`part` for keys whose first column is slot `by`."""
 
     part: Mask
@@ -257,11 +259,11 @@ class Moved(Mask):
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         self.part.check(batch, heads, q_len, k_len + self.by)
 
-    def allows_at(self, site: Site) -> Tensor:
-        return self.part.allows_at(site.moved(self.by))
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return self.part.allows_at(indices.shifted(self.by))
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
-        return self.part.bounds(span.moved(self.by))
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        return self.part.bounds(box.shifted(self.by))
 
 
 def split_packing(mask: Mask | None) -> Packing | None:
@@ -311,11 +313,11 @@ def to_device(value: Any, device: torch.device | str) -> Any:
             changes[part.name] = new
     if not changes:
         return value
-    moved = object.__new__(type(value))  # not the constructor: it may take other arguments (RandomBlocks draws)
+    shifted = object.__new__(type(value))  # not the constructor: it may take other arguments (RandomBlocks draws)
     for key, old in value.__dict__.items():
         if key != "_memo_":
-            object.__setattr__(moved, key, changes.get(key, old))
-    return moved
+            object.__setattr__(shifted, key, changes.get(key, old))
+    return shifted
 
 
 def tensors_of(value: Any) -> list[Tensor]:

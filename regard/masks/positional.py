@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from regard.checks import UNKNOWN, describe, pick, whole
+from regard.coordinates import TileBounds, TileIndices, can_read
 from regard.masks.base import Mask
-from regard.masks.checks import UNKNOWN, describe, pick, whole
 from regard.masks.intervals import EVERYTHING, PAST, Intervals
-from regard.sites import Site, Span, can_read
 
 __all__ = ["Band", "Causal", "Full", "KeyLengths", "Prefix", "Window"]
 
@@ -19,15 +19,15 @@ __all__ = ["Band", "Causal", "Full", "KeyLengths", "Prefix", "Window"]
 class _Offset(Mask):
     exact_bounds: ClassVar[bool] = True
 
-    def allows_at(self, site: Site) -> Tensor:
+    def allows_at(self, indices: TileIndices) -> Tensor:
         intervals = self.offsets()
         assert intervals is not None
-        return intervals.contains(site.i - site.j)
+        return intervals.contains(indices.i - indices.j)
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         intervals = self.offsets()
         assert intervals is not None
-        return intervals.meet(*span.distance)
+        return intervals.meet(*box.distance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,20 +96,20 @@ class _KeysBefore(Mask):
                 f"{type(self).__name__}.n: expected {batch} numbers, one per batch row, got {self.n.shape[0]}"
             )
 
-    def allows_at(self, site: Site) -> Tensor:
+    def allows_at(self, indices: TileIndices) -> Tensor:
         n = self.n
-        return site.j < (pick(n, site.b) if isinstance(n, Tensor) else n)
+        return indices.j < (pick(n, indices.b) if isinstance(n, Tensor) else n)
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         n = self.n
         if not isinstance(n, Tensor):
-            return span.j_low < n, span.j_high < n
+            return box.j_low < n, box.j_high < n
         if not can_read(n) or not n.numel():
             return UNKNOWN
         if "range" not in self._memo:
             self._memo["range"] = (int(n.min()), int(n.max()))
         low, high = self._memo["range"]
-        return span.j_low < high, span.j_high < low
+        return box.j_low < high, box.j_high < low
 
 
 class Prefix(_KeysBefore):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from regard.masks.checks import describe, is_dense, is_number_type
+from regard.checks import describe, is_dense, is_number_type
 
 __all__ = ["Record", "check_tokens", "floating", "is_plain"]
 

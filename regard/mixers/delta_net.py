@@ -26,13 +26,13 @@ class DeltaNet(DeltaRuleLayer):
         heads: H.
         key_dim: Dk of a head; ``dim // heads`` by default.
         value_dim: Dv of a head; `key_dim` by default.
-        taps: tokens that the convolution reads.
+        conv_size: tokens that the convolution reads.
         beta_max: the largest writing strength beta, in (0, 2]; above 1 a step can flip a sign in the state.
         gate: the normed output is multiplied by ``silu(g_proj(x))``.
         eps: of the output's norm.
 
     Parameters: ``q_proj k_proj v_proj b_proj o_proj``, ``conv`` over the channels [q, k, v], ``norm``, and
-    ``g_proj`` with `gate`. The states are (H, Dk, Dv) and the convolution's last ``taps - 1`` inputs. Raises
+    ``g_proj`` with `gate`. The states are (H, Dk, Dv) and the convolution's last ``conv_size - 1`` inputs. Raises
     ValueError for sizes below 1 and for a `beta_max` out of range.
 
     >>> import torch
@@ -47,18 +47,18 @@ class DeltaNet(DeltaRuleLayer):
         *,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        taps: int = 4,
+        conv_size: int = 4,
         beta_max: float = 1.0,
         gate: bool = False,
         eps: float = 1e-5,
     ) -> None:
-        super().__init__(dim, heads, None, key_dim, value_dim, taps, beta_max)
+        super().__init__(dim, heads, None, key_dim, value_dim, conv_size, beta_max)
         values = heads * self.value_dim
         self.g_proj = nn.Linear(dim, values, bias=False) if gate else None
         self.norm = GatedRMSNorm(self.value_dim, eps=eps) if gate else RMSNorm(self.value_dim, eps=eps)
         self.o_proj = nn.Linear(values, dim, bias=False)
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         gate = () if self.g_proj is None else (split_heads(self.g_proj(x), self.heads),)
         out: Tensor = self.o_proj(merge_heads(self.norm(mixed, *gate)).to(x.dtype))
         return out

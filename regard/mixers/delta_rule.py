@@ -12,16 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.masks.checks import whole
+from regard.checks import whole
 from regard.mixers.parts import ShortConv, l2_normalized, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity, widened
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, identity, widened
 from regard.transitions import Delta
 
 __all__ = ["DeltaRuleLayer"]
 
 
 class DeltaRuleLayer(RecurrentLayer):
-    """Queries, keys, values through a short convolution, and the recurrence; subclasses add `log_decay` and `write`.
+    """Queries, keys, values through a short convolution, and the recurrence.
+
+    Subclasses add `log_decay` and `project_output`.
 
     Args:
         dim: width of the tokens.
@@ -29,7 +31,7 @@ class DeltaRuleLayer(RecurrentLayer):
         key_heads: Hk, of queries and keys; H by default. Value head h reads key head ``h // (H // Hk)``.
         key_dim: Dk; ``dim // heads`` by default.
         value_dim: Dv; ``expand * key_dim`` by default, `expand` being the class's.
-        taps: tokens that the convolution reads; 1 only scales each channel.
+        conv_size: tokens that the convolution reads; 1 only scales each channel.
         beta_max: the largest beta, in (0, 2].
 
     Parameters: ``q_proj k_proj v_proj`` (heads contiguous), ``conv`` over their channels in that order, ``b_proj``.
@@ -44,7 +46,7 @@ class DeltaRuleLayer(RecurrentLayer):
         key_heads: int | None,
         key_dim: int | None,
         value_dim: int | None,
-        taps: int,
+        conv_size: int,
         beta_max: float,
     ) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class DeltaRuleLayer(RecurrentLayer):
         self.q_proj = nn.Linear(dim, keys, bias=False)
         self.k_proj = nn.Linear(dim, keys, bias=False)
         self.v_proj = nn.Linear(dim, values, bias=False)
-        self.conv = ShortConv(2 * keys + values, taps)
+        self.conv = ShortConv(2 * keys + values, conv_size)
         self.b_proj = nn.Linear(dim, heads, bias=False)
 
     def log_decay(self, x: Tensor) -> Tensor | None:
@@ -71,23 +73,23 @@ class DeltaRuleLayer(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.key_dim, self.value_dim), "conv": self.conv.state_shape}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        q, k, v, tail = self._heads(stream, states.get("conv"))
-        out, state = stream.recur(q, k, v, self._transition(stream.x), states.get("state"))
-        return out, None, {"state": state, "conv": tail}
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        q, k, v, conv_state = self._heads(seq, states.get("conv"))
+        out, state = seq.recur(q, k, v, self._transition(seq.x), states.get("state"))
+        return out, None, {"state": state, "conv": conv_state}
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        q, k, v, _ = self._heads(stream, None)
-        matrix, _ = stream.recur(q, k, identity(stream, self.heads), self._transition(stream.x))
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        q, k, v, _ = self._heads(seq, None)
+        matrix, _ = seq.recur(q, k, identity(seq, self.heads), self._transition(seq.x))
         return matrix, v
 
-    def _heads(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, keys = stream.x, self.key_heads * self.key_dim
+    def _heads(self, seq: TokenSequence, conv_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, keys = seq.x, self.key_heads * self.key_dim
         parts = [p(x) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        channels, tail = self.conv(stream, widened(torch.cat(parts, -1)), tail)
+        channels, conv_state = self.conv(seq, widened(torch.cat(parts, -1)), conv_state)
         q, k, v = channels.split((keys, keys, channels.shape[-1] - 2 * keys), -1)
         q, k = (l2_normalized(split_heads(part, self.key_heads)) for part in (q, k))
-        return q, k, split_heads(v, self.heads), tail
+        return q, k, split_heads(v, self.heads), conv_state
 
     def _transition(self, x: Tensor) -> Delta:
         beta = torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import whole
 from regard.decays import complement_decay_from_logit, damped_decay, sigmoid
-from regard.masks.checks import whole
 from regard.mixers.base import Record
 from regard.mixers.parts import merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, scan_matrix, widened
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, scan_matrix, widened
 
 __all__ = ["DampedEMA", "ExponentialMovingAverage", "records"]
 
@@ -49,17 +49,17 @@ class ExponentialMovingAverage(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.dim,)}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         alpha, log_a = self._rates()
-        z, state = stream.scan(log_a, alpha * stream.x, states.get("state"))
+        z, state = seq.scan(log_a, alpha * seq.x, states.get("state"))
         return split_heads(z, self.dim), None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         return merge_heads(mixed).to(x.dtype)
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
         alpha, log_a = self._rates()
-        return scan_matrix(stream, log_a) * alpha[:, None, None], split_heads(stream.x.to(alpha.dtype), self.dim)
+        return scan_matrix(seq, log_a) * alpha[:, None, None], split_heads(seq.x.to(alpha.dtype), self.dim)
 
     def _rates(self) -> tuple[Tensor, Tensor]:
         """(alpha (dim,), the log-decays (1, 1, dim))."""
@@ -99,33 +99,33 @@ class DampedEMA(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.dim, self.states)}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         log_q, write, read = self._rates()
-        x = stream.x.to(write.dtype)
+        x = seq.x.to(write.dtype)
         first = slice(0, self.dim)
-        h, state = stream.scan(log_q[:, :, first], x[..., None] * write[first], states.get("state"))
+        h, state = seq.scan(log_q[:, :, first], x[..., None] * write[first], states.get("state"))
         y = (h * read[first]).sum(-1) + self.omega.to(x.dtype) * x
         if self.bidirectional:
             rest = slice(self.dim, None)
-            h, _ = stream.reversed().scan(log_q[:, :, rest], x.flip(1)[..., None] * write[rest])
+            h, _ = seq.reversed().scan(log_q[:, :, rest], x.flip(1)[..., None] * write[rest])
             return split_heads(y + (h * read[rest]).sum(-1).flip(1), self.dim), None, {}
         return split_heads(y, self.dim), None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         return F.silu(merge_heads(mixed)).to(x.dtype)
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
         log_q, write, read = self._rates()
-        x, weights = stream.x.to(write.dtype), (write * read)[..., None, None]
+        x, weights = seq.x.to(write.dtype), (write * read)[..., None, None]
 
-        def lags(line: Stream, rows: slice) -> Tensor:
+        def lags(line: TokenSequence, rows: slice) -> Tensor:
             each = scan_matrix(line, log_q[:, :, rows].flatten(2)).unflatten(1, (self.dim, self.states))
             out: Tensor = (each * weights[rows]).sum(2)
             return out
 
-        matrix = lags(stream, slice(0, self.dim))
+        matrix = lags(seq, slice(0, self.dim))
         if self.bidirectional:
-            matrix = matrix + lags(stream.reversed(), slice(self.dim, None)).flip(2, 3)
+            matrix = matrix + lags(seq.reversed(), slice(self.dim, None)).flip(2, 3)
         own = torch.diag_embed(self.omega.to(x.dtype)[:, None].expand(-1, x.shape[1]))
         return matrix + own, split_heads(x, self.dim)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from regard.checks import is_factory
 from regard.decays import softplus_decay, step_bias
-from regard.masks.checks import is_factory
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
@@ -33,13 +33,13 @@ class GatedDeltaNet(DeltaRuleLayer):
             ``h // (H // Hk)``.
         key_dim: Dk of a head; ``dim // heads`` by default.
         value_dim: Dv of a head; ``2 * key_dim`` by default.
-        taps: tokens that the convolution reads.
+        conv_size: tokens that the convolution reads.
         beta_max: the largest writing strength beta, in (0, 2].
         norm: makes the output's norm from Dv: ``partial(GatedRMSNorm, eps=1e-6, gate="sigmoid")``, for instance.
 
     Parameters: ``q_proj k_proj v_proj g_proj o_proj`` (heads contiguous), ``b_proj a_proj`` (H), ``conv`` over the
     channels [q, k, v], ``A_log dt_bias`` (H), ``norm``; peers that pack projections keep the same rows in another
-    order. The states are (H, Dk, Dv) and the convolution's last ``taps - 1`` inputs. Raises ValueError for sizes
+    order. The states are (H, Dk, Dv) and the convolution's last ``conv_size - 1`` inputs. Raises ValueError for sizes
     below 1, head counts that do not divide and a `beta_max` out of range.
 
     >>> import torch
@@ -57,11 +57,11 @@ class GatedDeltaNet(DeltaRuleLayer):
         key_heads: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        taps: int = 4,
+        conv_size: int = 4,
         beta_max: float = 1.0,
         norm: Callable[[int], nn.Module] = GatedRMSNorm,
     ) -> None:
-        super().__init__(dim, heads, key_heads, key_dim, value_dim, taps, beta_max)
+        super().__init__(dim, heads, key_heads, key_dim, value_dim, conv_size, beta_max)
         is_factory("norm", norm)
         values = heads * self.value_dim
         self.a_proj = nn.Linear(dim, heads, bias=False)
@@ -74,7 +74,7 @@ class GatedDeltaNet(DeltaRuleLayer):
     def log_decay(self, x: Tensor) -> Tensor:
         return softplus_decay(self.a_proj(x), self.A_log, self.dt_bias).transpose(1, 2)
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         gate = split_heads(self.g_proj(x), self.heads)
         out: Tensor = self.o_proj(merge_heads(self.norm(mixed, gate)).to(gate.dtype))
         return out

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from regard.checks import is_part, positive, whole
 from regard.decays import logsigmoid_decay
-from regard.masks.checks import is_part, positive, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, identity
 from regard.transitions import Decay
 
 __all__ = ["GLADecay", "GatedLinearAttention", "records"]
@@ -93,27 +93,27 @@ class GatedLinearAttention(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.key_dim, self.value_dim)}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        out, state = self._recur(stream, split_heads(self.v_proj(stream.x), self.heads), states.get("state"))
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        out, state = self._recur(seq, split_heads(self.v_proj(seq.x), self.heads), states.get("state"))
         return out, None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         gate = split_heads(self.g_proj(x), self.heads)
         out: Tensor = self.o_proj(merge_heads(self.norm(mixed, gate)))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        matrix, _ = self._recur(stream, identity(stream, self.heads), None)
-        return matrix, split_heads(self.v_proj(stream.x), self.heads)
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        matrix, _ = self._recur(seq, identity(seq, self.heads), None)
+        return matrix, split_heads(self.v_proj(seq.x), self.heads)
 
-    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k = (split_heads(proj(stream.x), self.heads) for proj in (self.q_proj, self.k_proj))
-        raw = split_heads(self.decay_proj(stream.x), self.heads)
+    def _recur(self, seq: TokenSequence, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k = (split_heads(proj(seq.x), self.heads) for proj in (self.q_proj, self.k_proj))
+        raw = split_heads(self.decay_proj(seq.x), self.heads)
         log_decay = logsigmoid_decay(raw.squeeze(-1) if self.decay.per_head else raw, self.decay.tau, self.decay.low)
         if self.bidirectional:
-            out = stream.recur_both_ways(q, k, v, Decay(log_decay))
+            out = seq.recur_both_ways(q, k, v, Decay(log_decay))
             return out, out.new_zeros(0)  # no cache keeps a state
-        return stream.recur(q, k, v, Decay(log_decay), state)
+        return seq.recur(q, k, v, Decay(log_decay), state)
 
 
 records = (

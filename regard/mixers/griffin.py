@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from regard.checks import is_part, whole
 from regard.decays import rglru_decay_from_logit
-from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, scan_matrix, widened
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, scan_matrix, widened
 
 __all__ = ["GriffinRecurrent", "records"]
 
@@ -45,13 +45,13 @@ class GriffinRecurrent(RecurrentLayer):
         dim: width of the tokens.
         heads: blocks of the gates' matrices, a divisor of `width`.
         width: channels of the recurrence; `dim` by default.
-        taps: of the convolution, which has a bias and no activation.
+        conv_size: of the convolution, which has a bias and no activation.
         activation: of the other branch; GELU in its tanh form by default.
 
     Parameters: ``x_proj y_proj o_proj``, ``conv``, ``recurrence_gate input_gate`` (block-diagonal), ``p`` (width). The
-    state is one number per channel, and the last ``taps - 1`` inputs of the convolution. It resets where ``positions``
-    are 0 (and at segments); a call whose positions begin elsewhere starts from an empty state without resetting. The
-    convolution is cut at segments only. ``M @ V`` is per channel, ``V = sqrt(1 - a^2) i u``.
+    state is one number per channel, and the last ``conv_size - 1`` inputs of the convolution. It resets where
+    ``positions`` are 0 (and at segments); a call whose positions begin elsewhere starts from an empty state without
+    resetting. The convolution is cut at segments only. ``M @ V`` is per channel, ``V = sqrt(1 - a^2) i u``.
 
     Cost: 6 T dim width FLOPs of projections, 4 T width^2 / heads of gates, O(T width) of the recurrence.
 
@@ -66,7 +66,7 @@ class GriffinRecurrent(RecurrentLayer):
         heads: int,
         *,
         width: int | None = None,
-        taps: int = 4,
+        conv_size: int = 4,
         activation: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class GriffinRecurrent(RecurrentLayer):
         is_part("activation", activation, nn.Module)
         self.x_proj = nn.Linear(dim, self.width)
         self.y_proj = nn.Linear(dim, self.width)
-        self.conv = ShortConv(self.width, taps, bias=True, silu=False)
+        self.conv = ShortConv(self.width, conv_size, bias=True, silu=False)
         self.recurrence_gate = BlockDiagonal(self.width, heads)
         self.input_gate = BlockDiagonal(self.width, heads)
         # As the authors' code does: what remains after a step with r = 1/8 is between 0.9 and 0.999.
@@ -87,32 +87,32 @@ class GriffinRecurrent(RecurrentLayer):
         self.o_proj = nn.Linear(self.width, dim)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.width,), "tail": self.conv.state_shape}
+        return {"state": (self.width,), "conv": self.conv.state_shape}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        log_a, x, tail = self._read(stream, states.get("tail"))
-        h, state = stream.scan(log_a, x, states.get("state"))
-        return split_heads(h, self.width), None, {"state": state, "tail": tail}
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        log_a, x, conv_state = self._read(seq, states.get("conv"))
+        h, state = seq.scan(log_a, x, states.get("state"))
+        return split_heads(h, self.width), None, {"state": state, "conv": conv_state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         y = self.activation(self.y_proj(x))
         out: Tensor = self.o_proj((merge_heads(mixed) * y).to(y.dtype))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        log_a, x, _ = self._read(stream, None)
-        return scan_matrix(stream, log_a), split_heads(x, self.width)
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        log_a, x, _ = self._read(seq, None)
+        return scan_matrix(seq, log_a), split_heads(x, self.width)
 
-    def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, seq: TokenSequence, conv_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(the log-decays and what enters the states, both (B, T, width), the convolution's new tail)."""
-        x = self.x_proj(stream.x)
-        u, tail = self.conv(stream, widened(x), tail)
+        x = self.x_proj(seq.x)
+        u, conv_state = self.conv(seq, widened(x), conv_state)
         narrow = u.to(x.dtype)
         log_a = rglru_decay_from_logit(self.recurrence_gate(narrow).double(), self.p)
-        anew = (stream.positions == 0)[..., None]
+        anew = (seq.positions == 0)[..., None]
         share = torch.where(anew, 1.0, _bounded_sqrt(-torch.expm1(2.0 * log_a))).to(u.dtype)
         entered = share * torch.sigmoid(widened(self.input_gate(narrow))) * u
-        return torch.where(anew, -torch.inf, log_a.to(u.dtype)), entered, tail
+        return torch.where(anew, -torch.inf, log_a.to(u.dtype)), entered, conv_state
 
 
 def _bounded_sqrt(x: Tensor) -> Tensor:

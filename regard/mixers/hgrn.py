@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import describe, whole
 from regard.decays import lower_bounded_decay, lower_bounded_input
-from regard.masks.checks import describe, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, scan_matrix, widened
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, scan_matrix, widened
 
 __all__ = ["HGRN", "ForgetBound", "ForgetBounds", "records"]
 
@@ -90,23 +90,23 @@ class HGRN(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.width,)}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        log_f, x = self._read(stream)
-        h, state = stream.scan(log_f, x, states.get("state"))
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        log_f, x = self._read(seq)
+        h, state = seq.scan(log_f, x, states.get("state"))
         return split_heads(h, self.width), None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         out: Tensor = self.o_proj(self.norm(merge_heads(mixed), self.g_proj(x)))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        log_f, x = self._read(stream)
-        return scan_matrix(stream, log_f), split_heads(x, self.width)
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        log_f, x = self._read(seq)
+        return scan_matrix(seq, log_f), split_heads(x, self.width)
 
-    def _read(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def _read(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
         """The log-decays and what enters the states, both (B, T, width)."""
-        raw, low = self.f_proj(stream.x), self.low() if isinstance(self.low, nn.Module) else self.low
-        return lower_bounded_decay(raw, low), lower_bounded_input(raw, low) * F.silu(widened(self.i_proj(stream.x)))
+        raw, low = self.f_proj(seq.x), self.low() if isinstance(self.low, nn.Module) else self.low
+        return lower_bounded_decay(raw, low), lower_bounded_input(raw, low) * F.silu(widened(self.i_proj(seq.x)))
 
 
 records = (

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from regard.checks import is_part, norm_eps
 from regard.decays import bounded_decay, softplus_decay, step_bias
-from regard.masks.checks import is_part, norm_eps
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
 from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
@@ -62,14 +62,14 @@ class KimiDeltaAttention(DeltaRuleLayer):
             ``h // (H // Hk)``.
         key_dim: Dk of a head; ``dim // heads`` by default.
         value_dim: Dv of a head; `key_dim` by default.
-        taps: tokens that the convolution reads.
+        conv_size: tokens that the convolution reads.
         beta_max: the largest writing strength beta, in (0, 2].
         gates: by default Kimi Linear's, ``KDAGates(decay_rank=Dv, gate_rank=Dv)``.
 
     Parameters: ``q_proj k_proj v_proj o_proj`` (heads contiguous), ``b_proj`` (H), ``conv`` over the channels [q,
     k, v], ``decay_proj`` and ``g_proj`` (``0`` and ``1`` where low-rank), ``A_log`` (H), ``dt_bias`` (H * Dk),
-    ``norm``. The states are (H, Dk, Dv) and the convolution's last ``taps - 1`` inputs. Raises ValueError for sizes
-    below 1, head counts that do not divide, and numbers out of range.
+    ``norm``. The states are (H, Dk, Dv) and the convolution's last ``conv_size - 1`` inputs. Raises ValueError for
+    sizes below 1, head counts that do not divide, and numbers out of range.
 
     >>> import torch
     >>> KimiDeltaAttention(64, 4, gates=KDAGates(low=-5.0))(torch.randn(2, 10, 64)).shape
@@ -84,11 +84,11 @@ class KimiDeltaAttention(DeltaRuleLayer):
         key_heads: int | None = None,
         key_dim: int | None = None,
         value_dim: int | None = None,
-        taps: int = 4,
+        conv_size: int = 4,
         beta_max: float = 1.0,
         gates: KDAGates | None = None,
     ) -> None:
-        super().__init__(dim, heads, key_heads, key_dim, value_dim, taps, beta_max)
+        super().__init__(dim, heads, key_heads, key_dim, value_dim, conv_size, beta_max)
         is_part("gates", gates, KDAGates)
         gates = KDAGates(decay_rank=self.value_dim, gate_rank=self.value_dim) if gates is None else gates
         keys, values = heads * self.key_dim, heads * self.value_dim
@@ -106,7 +106,7 @@ class KimiDeltaAttention(DeltaRuleLayer):
         rate, bias = self.A_log[:, None, None], self.dt_bias.view(self.heads, 1, self.key_dim)
         return softplus_decay(raw, rate, bias) if self.low is None else bounded_decay(raw, rate, bias, self.low)
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
         return out
 

@@ -17,14 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import StateCache
+from regard.checks import describe, is_factory, positive, whole
 from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
 from regard.masks import Mask
-from regard.masks.checks import describe, is_factory, positive, whole
 from regard.mixers.base import Record, check_tokens, floating
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, check_cache, compute_dtype, empty_states, identity
+from regard.mixers.recurrent import (
+    RecurrentLayer,
+    States,
+    TokenSequence,
+    check_cache,
+    compute_dtype,
+    empty_states,
+    identity,
+)
 from regard.ops.checks import without_autocast
-from regard.tokens import Placed, place
+from regard.tokens import TokenLayout, resolve_tokens
 from regard.transitions import Decay
 
 __all__ = ["LinearAttention", "LinearCrossAttention", "divided", "read", "records", "with_ones", "written"]
@@ -171,26 +179,26 @@ class LinearAttention(_Kernel, RecurrentLayer):
         super().__init__(dim, dim, heads, key_heads, key_dim, value_dim, feature_map, eps)
         self.bidirectional = bidirectional
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        mixed, state = self._mixed(stream, self.values(stream.x), states.get("state"))
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        mixed, state = self._mixed(seq, self.values(seq.x), states.get("state"))
         return mixed, None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         return self.project(mixed, x.dtype)
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        return self._mixed(stream, identity(stream, self.heads), None)[0], self.values(stream.x)
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        return self._mixed(seq, identity(seq, self.heads), None)[0], self.values(seq.x)
 
-    def _mixed(self, stream: Stream, values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v = self.query_features(stream.x), self.key_features(stream.x), self.summed(values)
+    def _mixed(self, seq: TokenSequence, values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v = self.query_features(seq.x), self.key_features(seq.x), self.summed(values)
         with without_autocast(v):
             if not self.bidirectional:
-                sums, state = stream.recur(q, k, v, Decay(), state, 1.0)
+                sums, state = seq.recur(q, k, v, Decay(), state, 1.0)
                 return self.finished(sums, values), state.to(compute_dtype(values))
-            if stream.segments is None:
-                sums = read(q, written(k, stream.still(v, 2)))
+            if seq.segments is None:
+                sums = read(q, written(k, seq.mask_padding(v, 2)))
             else:
-                sums = stream.recur_both_ways(q, k, v, Decay(), 1.0)
+                sums = seq.recur_both_ways(q, k, v, Decay(), 1.0)
             return self.finished(sums, values), sums.new_zeros(0)  # no cache keeps a state
 
 
@@ -240,29 +248,29 @@ class LinearCrossAttention(_Kernel):
         cache: StateCache | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim)."""
-        stream, placed = self._context(x, context, mask, keep, segments, cache)
+        seq, layout = self._context(x, context, mask, keep, segments, cache)
         q = self.query_features(x)
-        if stream is not None:
-            state = self._written(stream, self.values(stream.x))
+        if seq is not None:
+            state = self._written(seq, self.values(seq.x))
         else:
             assert cache is not None
             state = cache.states["state"]
         out = self.project(self._read(q, state, x), x.dtype)
-        if cache is not None and stream is not None:
-            cache.commit({"state": state.to(compute_dtype(x))}, None, placed, stream.x.shape[1])
+        if cache is not None and seq is not None:
+            cache.commit({"state": state.to(compute_dtype(x))}, None, layout, seq.x.shape[1])
             cache.context = True
         return out
 
     def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
         """What the layer mixes of a context (B, H, T, Dv), before norm and output projection."""
-        stream = self._given(x, context, **arguments)
-        return self._read(self.query_features(x), self._written(stream, self.values(stream.x)), x)
+        seq = self._given(x, context, **arguments)
+        return self._read(self.query_features(x), self._written(seq, self.values(seq.x)), x)
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, Dv)) with ``M @ V`` what the layer mixes; the context is to be given."""
-        stream = self._given(x, context, **arguments)
-        values = self.values(stream.x)
-        unit = self._written(stream, identity(stream, self.heads))
+        seq = self._given(x, context, **arguments)
+        values = self.values(seq.x)
+        unit = self._written(seq, identity(seq, self.heads))
         return self._read(self.query_features(x), unit, values), values
 
     def init_cache(
@@ -271,21 +279,21 @@ class LinearCrossAttention(_Kernel):
         """Room for the sums of a context; `capacity` and `dtype` change nothing: size and precision are fixed."""
         return empty_states(self, self.state_shapes(), batch, floating(self.k_proj, self), device)
 
-    def _given(self, x: Tensor, context: Tensor | None, **arguments: Any) -> Stream:
+    def _given(self, x: Tensor, context: Tensor | None, **arguments: Any) -> TokenSequence:
         arguments.pop("positions", None)
-        stream, _ = self._context(x, context, **arguments)
-        if stream is None:
+        seq, _ = self._context(x, context, **arguments)
+        if seq is None:
             raise ValueError("context: the sums in a cache do not remember their tokens; give the context itself")
-        return stream
+        return seq
 
     def _read(self, q: Tensor, state: Tensor, like: Tensor) -> Tensor:
         with without_autocast(q):
             return self.finished(read(q, state.to(q.dtype)), like)
 
-    def _written(self, stream: Stream, values: Tensor) -> Tensor:
-        k, v = self.key_features(stream.x), self.summed(values)
+    def _written(self, seq: TokenSequence, values: Tensor) -> Tensor:
+        k, v = self.key_features(seq.x), self.summed(values)
         with without_autocast(v):
-            return written(k, stream.still(v, 2))
+            return written(k, seq.mask_padding(v, 2))
 
     def _context(
         self,
@@ -295,7 +303,7 @@ class LinearCrossAttention(_Kernel):
         keep: Tensor | None = None,
         segments: Tensor | None = None,
         cache: StateCache | None = None,
-    ) -> tuple[Stream | None, Placed]:
+    ) -> tuple[TokenSequence | None, TokenLayout]:
         """The context's tokens, or None where the cache holds their sums."""
         check_tokens(self, "x", x, self.dim)
         if mask is not None:
@@ -308,14 +316,14 @@ class LinearCrossAttention(_Kernel):
                 raise ValueError("context: expected the tokens to read, or a cache that holds their sums")
             if keep is not None:
                 raise ValueError("keep: it describes the context's tokens, which an earlier call has written")
-            return None, cache.place(x.shape[0], 0, x.device)
+            return None, cache.resolve_tokens(x.shape[0], 0, x.device)
         if cache is not None and cache.context:
             raise ValueError("context: the cache holds one already; later calls pass context=None, or reset it first")
         check_tokens(self, "context", context, self.context_dim, x)
         sizes = (context.shape[0], context.shape[1], context.device)
-        placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
-        stream = Stream(context, placed.positions, placed.keep)
-        return Stream(stream.still(context), placed.positions, placed.keep), placed
+        layout = resolve_tokens(*sizes, keep=keep) if cache is None else cache.resolve_tokens(*sizes, keep=keep)
+        seq = TokenSequence(context, layout.positions, layout.keep)
+        return TokenSequence(seq.mask_padding(context), layout.positions, layout.keep), layout
 
 
 records = (

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.caches import Held, LatentCache
+from regard.caches import KVView, LatentCache
+from regard.checks import describe, is_factory, is_part, whole
 from regard.masks import Causal, Mask
-from regard.masks.checks import describe, is_factory, is_part, whole
 from regard.mixers.base import Record, check_tokens, floating, is_plain
 from regard.mixers.parts import RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary, YarnScaling
-from regard.tokens import place
+from regard.tokens import resolve_tokens
 
 __all__ = ["LatentProjections", "LatentSizes", "MultiHeadLatentAttention", "records"]
 
@@ -196,10 +196,10 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Tensor:
         """The mixed tokens (B, T, dim). See the class for the arguments' meanings; a context is refused."""
         given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
-        x, q, held, options = self._read(x, context, mask=mask, cache=cache, **given)
-        y = self._write(x, self._mix(q, held, options))
+        x, q, view, options = self._read(x, context, mask=mask, cache=cache, **given)
+        y = self._write(x, self._mix(q, view, options))
         if cache is not None:
-            cache.commit(*held.fresh)
+            cache.commit(*view.fresh)
         return y
 
     def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -208,8 +208,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, value_dim)): the weights before dropout, and the heads' values."""
-        _, q, held, options = self._read(x, context, **arguments)
-        k, v = self._expanded(held)
+        _, q, view, options = self._read(x, context, **arguments)
+        k, v = self._expanded(view)
         _, weights, _ = attention_weights(q, k, v, **options)
         v = v.to(weights.dtype)
         read = (weights != 0).any(-2).any(1)[:, None, :, None]
@@ -255,7 +255,7 @@ class MultiHeadLatentAttention(nn.Module):
         mask: Mask | Tensor | None = None,
         cache: LatentCache | None = None,
         **given: Any,
-    ) -> tuple[Tensor, Tensor, Held, dict[str, Any]]:
+    ) -> tuple[Tensor, Tensor, KVView, dict[str, Any]]:
         """x with 0 at padding, queries (B, H, T, key_dim), the latents they read, the rest of the attention call.
 
         Nothing is changed."""
@@ -267,53 +267,53 @@ class MultiHeadLatentAttention(nn.Module):
         if cache is not None and cache.rank != self.sizes.rank:
             raise ValueError(f"cache: made for latents of rank {cache.rank}, got a layer with {self.sizes.rank}")
         sizes = (x.shape[0], x.shape[1], x.device)
-        placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
-        x = placed.real(x)
+        layout = resolve_tokens(*sizes, **given) if cache is None else cache.resolve_tokens(*sizes, **given)
+        x = layout.real(x)
         latent, shared = self.kv_a_proj(x)[:, None].split((self.sizes.rank, self.sizes.rope_dim), -1)
-        latent = torch.cat((self.kv_a_norm(latent), self._turned(shared, placed.positions)), -1)
+        latent = torch.cat((self.kv_a_norm(latent), self._turned(shared, layout.positions)), -1)
         if cache is None:
-            held = Held(latent, latent[..., : self.sizes.rank], 0, placed.keep, placed.segments, (latent, placed))
+            view = KVView(latent, latent[..., : self.sizes.rank], 0, layout.keep, layout.segments, (latent, layout))
         else:
-            held = cache.extend(latent, placed)
+            view = cache.extend(latent, layout)
         q = self.q_proj(x) if self.sizes.q_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         q = split_heads(q, self.heads)
         if self.rotary is not None:
             plain, turning = q.split((self.sizes.nope_dim, self.sizes.rope_dim), -1)
-            q = torch.cat((plain, self._turned(turning, placed.positions)), -1)
+            q = torch.cat((plain, self._turned(turning, layout.positions)), -1)
         options: dict[str, Any] = {
             "scale": self.scale,
             "softcap": self.scores.softcap,
             "sink": self.sink,
             "q_start": 0 if cache is None else cache.length,
-            "mask": read_mask(self.mask, mask, held, x),
+            "mask": read_mask(self.mask, mask, view, x),
         }
-        return x, q, held, options
+        return x, q, view, options
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         return x if self.rotary is None else self.rotary(x, positions)
 
-    def _expanded(self, held: Held) -> tuple[Tensor, Tensor]:
+    def _expanded(self, view: KVView) -> tuple[Tensor, Tensor]:
         """The keys (B, H, Tk, key_dim) and values (B, H, Tk, value_dim) of every head."""
-        made = split_heads(self.kv_b_proj(held.v[:, 0]), self.heads)
+        made = split_heads(self.kv_b_proj(view.v[:, 0]), self.heads)
         plain, v = made.split((self.sizes.nope_dim, self.sizes.value_dim), -1)
-        shared = held.k[..., self.sizes.rank :].to(plain.dtype).expand(-1, self.heads, -1, -1)
+        shared = view.k[..., self.sizes.rank :].to(plain.dtype).expand(-1, self.heads, -1, -1)
         return torch.cat((plain, shared), -1), v
 
-    def _mix(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
+    def _mix(self, q: Tensor, view: KVView, options: dict[str, Any]) -> Tensor:
         options = options | {"dropout_p": self.scores.dropout if self.training else 0.0}
-        if self.absorbs(q.shape[2], held.k.shape[2]):
-            return self._absorbed(q, held, options)
-        out: Tensor = attention(q, *self._expanded(held), **options)
+        if self.absorbs(q.shape[2], view.k.shape[2]):
+            return self._absorbed(q, view, options)
+        out: Tensor = attention(q, *self._expanded(view), **options)
         return out
 
-    def _absorbed(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
+    def _absorbed(self, q: Tensor, view: KVView, options: dict[str, Any]) -> Tensor:
         """What the heads mix (B, H, T, value_dim), read from the latents themselves by one key head."""
         to_key, to_value = self.kv_b_proj.weight.view(self.heads, -1, self.sizes.rank).split(
             (self.sizes.nope_dim, self.sizes.value_dim), 1
         )
         plain, turned = q.split((self.sizes.nope_dim, self.sizes.rope_dim), -1)
         inner = torch.einsum("bhtn,hnr->bhtr", plain, to_key)
-        mixed = attention(torch.cat((inner, turned), -1), held.k, held.v, **options)
+        mixed = attention(torch.cat((inner, turned), -1), view.k, view.v, **options)
         return torch.einsum("bhtr,hvr->bhtv", mixed, to_value)
 
     def _write(self, x: Tensor, out: Tensor) -> Tensor:

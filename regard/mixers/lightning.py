@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import whole
+from regard.coordinates import plain_tensors
 from regard.decays import fixed_slopes, lightning_slopes
-from regard.masks.checks import whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity, widened
-from regard.sites import plain_tensors
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, identity, widened
 from regard.transitions import Decay
 
 __all__ = ["LightningAttention", "records"]
@@ -70,27 +70,25 @@ class LightningAttention(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.head_dim, self.head_dim)}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        out, state = self._recur(stream, self._head(self.v_proj, stream), states.get("state"))
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        out, state = self._recur(seq, self._head(self.v_proj, seq), states.get("state"))
         return out, None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         out: Tensor = self.o_proj(self.norm(merge_heads(mixed), self.g_proj(x)))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        matrix, _ = self._recur(stream, identity(stream, self.heads), None)
-        return matrix, self._head(self.v_proj, stream)
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        matrix, _ = self._recur(seq, identity(seq, self.heads), None)
+        return matrix, self._head(self.v_proj, seq)
 
-    def _head(self, proj: nn.Module, stream: Stream) -> Tensor:
-        return split_heads(F.silu(widened(proj(stream.x))), self.heads)
+    def _head(self, proj: nn.Module, seq: TokenSequence) -> Tensor:
+        return split_heads(F.silu(widened(proj(seq.x))), self.heads)
 
-    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = stream.x
+    def _recur(self, seq: TokenSequence, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = seq.x
         decay = Decay(-torch.tensor(self.slopes, dtype=compute_dtype(x), device=x.device))
-        return stream.recur(
-            self._head(self.q_proj, stream), self._head(self.k_proj, stream), v, decay, state, scale=1.0
-        )
+        return seq.recur(self._head(self.q_proj, seq), self._head(self.k_proj, seq), v, decay, state, scale=1.0)
 
 
 records = (

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import is_factory, is_part, whole
 from regard.decays import softplus_step, state_rate, step_bias
-from regard.masks.checks import is_factory, is_part, whole
 from regard.mixers.base import Record, is_plain
-from regard.mixers.parts import MambaShell, RMSNorm, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, widened
+from regard.mixers.parts import MambaConfig, RMSNorm, ShortConv, merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, widened
 from regard.ops.checks import lowered
 
 __all__ = ["Mamba", "records"]
@@ -34,10 +34,10 @@ class Mamba(RecurrentLayer):
         state_dim: N, numbers of state per channel.
         rank: inner width of the steps' projection; ``ceil(dim / 16)`` by default.
         norm: a module factory; ``norm(size)`` normalises dt, B and C, each its own, before they are used: Jamba's.
-        shell: `MambaShell`: taps of the convolution, biases (its eps is not read: there is no norm at the end).
+        shell: `MambaConfig`: conv_size of the convolution, biases (its eps is not read: there is no norm at the end).
 
     Parameters: ``in_proj`` (rows x, z), ``conv``, ``x_proj`` (rows dt, B, C), ``dt_proj``, ``A_log`` (d, N), ``D`` (d),
-    ``dt_norm B_norm C_norm``, ``out_proj``. The state is (N) per channel, and the last ``taps - 1`` inputs of the
+    ``dt_norm B_norm C_norm``, ``out_proj``. The state is (N) per channel, and the last ``conv_size - 1`` inputs of the
     convolution. ``M @ V`` is per channel, ``V = x`` after the convolution; steps and D are in M.
 
     Cost: 6 T dim d FLOPs of projections, about 6 T d N of the scan; memory O(T d + d N).
@@ -55,18 +55,18 @@ class Mamba(RecurrentLayer):
         state_dim: int = 16,
         rank: int | None = None,
         norm: Callable[[int], nn.Module] | None = None,
-        shell: MambaShell | None = None,
+        shell: MambaConfig | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.state_dim = whole("dim", dim, 1), whole("state_dim", state_dim, 1)
         self.width = 2 * dim if width is None else whole("width", width, 1)
         self.rank = -(-dim // 16) if rank is None else whole("rank", rank, 1)
-        is_part("shell", shell, MambaShell)
+        is_part("shell", shell, MambaConfig)
         if norm is not None:
             is_factory("norm", norm)
-        p = shell or MambaShell()
+        p = shell or MambaConfig()
         self.in_proj = nn.Linear(dim, 2 * self.width, bias=p.bias)
-        self.conv = ShortConv(self.width, p.taps, bias=p.conv_bias)
+        self.conv = ShortConv(self.width, p.conv_size, bias=p.conv_bias)
         self.x_proj = nn.Linear(self.width, self.rank + 2 * state_dim, bias=False)
         self.dt_proj = nn.Linear(self.rank, self.width)
         self.A_log = nn.Parameter(torch.arange(1.0, state_dim + 1).log().repeat(self.width, 1))
@@ -80,31 +80,31 @@ class Mamba(RecurrentLayer):
             self.dt_proj.bias.copy_(step_bias(self.width))
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.width, self.state_dim), "tail": self.conv.state_shape}
+        return {"state": (self.width, self.state_dim), "conv": self.conv.state_shape}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        x, z = self.in_proj(stream.x).chunk(2, -1)
-        x, tail = self.conv(stream, widened(x), states.get("tail"))
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        x, z = self.in_proj(seq.x).chunk(2, -1)
+        x, conv_state = self.conv(seq, widened(x), states.get("conv"))
         A, D = self._constants(x)
-        y, state = stream.selective_scan(x, *self._selection(x.to(z.dtype), A), D, states.get("state"))
-        return split_heads(y, self.width), z, {"state": state, "tail": tail}
+        y, state = seq.selective_scan(x, *self._selection(x.to(z.dtype), A), D, states.get("state"))
+        return split_heads(y, self.width), z, {"state": state, "conv": conv_state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
-        assert side is not None
-        gated = merge_heads(mixed) * F.silu(side.to(mixed.dtype))
-        out: Tensor = self.out_proj(gated.to(side.dtype))
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
+        assert gate_input is not None
+        gated = merge_heads(mixed) * F.silu(gate_input.to(mixed.dtype))
+        out: Tensor = self.out_proj(gated.to(gate_input.dtype))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
         """Each channel is copied once for every token, and copy s is fed a 1 at token s."""
-        x, z = self.in_proj(stream.x).chunk(2, -1)
-        x, _ = self.conv(stream, widened(x), None)
+        x, z = self.in_proj(seq.x).chunk(2, -1)
+        x, _ = self.conv(seq, widened(x), None)
         A, D = self._constants(x)
         tokens = x.shape[1]
         dt, A, B, C = self._selection(x.to(z.dtype), A)
         eye = torch.eye(tokens, dtype=A.dtype, device=x.device).repeat(1, self.width).expand(x.shape[0], -1, -1)
         copies = (dt.repeat_interleave(tokens, 2), A.repeat_interleave(tokens, 0), B, C, D.repeat_interleave(tokens))
-        y, _ = stream.selective_scan(eye, *copies)
+        y, _ = seq.selective_scan(eye, *copies)
         return y.unflatten(2, (self.width, tokens)).movedim(1, 2), split_heads(x, self.width)
 
     def _constants(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.checks import is_part, whole
 from regard.decays import softplus_decay, softplus_step, step_bias
-from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
-from regard.mixers.parts import GatedRMSNorm, MambaShell, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, identity, widened
+from regard.mixers.parts import GatedRMSNorm, MambaConfig, ShortConv, merge_heads, split_heads
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, identity, widened
 from regard.transitions import Decay
 
 __all__ = ["Mamba2", "records"]
@@ -45,13 +45,13 @@ class Mamba2(RecurrentLayer):
         state_dim: N, numbers of state per channel.
         groups: G, a divisor of `heads`: heads of a group share B and C, and are normalised together.
         limits: steps are clamped to them after the softplus, in any call and at any length of it.
-        shell: `MambaShell`: taps of the convolution, biases, the norm's eps.
+        shell: `MambaConfig`: conv_size of the convolution, biases, the norm's eps.
         bidirectional: every token also reads those after it, by a second pass over the reversed tokens with the same
             parameters (a token reads itself once, and D x is added once); the convolution stays causal. Then the layer
             has no cache.
 
     Parameters: ``in_proj`` (rows z, x, B, C, dt), ``conv``, ``dt_bias A_log D`` (H), ``norm``, ``out_proj``. The state
-    is (N, P) per head, and the last ``taps - 1`` inputs of the convolution. ``M @ V`` has ``V = x`` after the
+    is (N, P) per head, and the last ``conv_size - 1`` inputs of the convolution. ``M @ V`` has ``V = x`` after the
     convolution; steps and D are in M. Raises ValueError for sizes that do not divide.
 
     Cost: 6 T dim H P FLOPs of projections, and about 2 T H (C (N + P) + 2 N P) with chunks of C tokens.
@@ -70,7 +70,7 @@ class Mamba2(RecurrentLayer):
         state_dim: int = 128,
         groups: int = 1,
         limits: tuple[float, float] = (0.0, float("inf")),
-        shell: MambaShell | None = None,
+        shell: MambaConfig | None = None,
         bidirectional: bool = False,
     ) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Mamba2(RecurrentLayer):
             raise ValueError(f"groups: expected a divisor of heads={heads}, got {groups}")
         softplus_step(torch.zeros(0), limits=limits)  # refuses limits that it could not use
         self.limits, self.bidirectional = limits, bidirectional
-        is_part("shell", shell, MambaShell)
-        p = shell or MambaShell()
+        is_part("shell", shell, MambaConfig)
+        p = shell or MambaConfig()
         self.width = heads * self.head_dim
         channels = self.width + 2 * groups * state_dim
         self.in_proj = nn.Linear(dim, self.width + channels + heads, bias=p.bias)
-        self.conv = ShortConv(channels, p.taps, bias=p.conv_bias)
+        self.conv = ShortConv(channels, p.conv_size, bias=p.conv_bias)
         self.dt_bias = nn.Parameter(step_bias(heads))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1.0, 16.0).log())
         self.D = nn.Parameter(torch.ones(heads))
@@ -96,40 +96,40 @@ class Mamba2(RecurrentLayer):
         self.out_proj = nn.Linear(self.width, dim, bias=p.bias)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.heads, self.state_dim, self.head_dim), "tail": self.conv.state_shape}
+        return {"state": (self.heads, self.state_dim, self.head_dim), "conv": self.conv.state_shape}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        z, inputs, tail = self._read(stream, states.get("tail"))
-        y, state = self._ssd(stream, inputs, inputs.x, states.get("state"))
-        return y, z, {} if state is None else {"state": state, "tail": tail}
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        z, inputs, conv_state = self._read(seq, states.get("conv"))
+        y, state = self._ssd(seq, inputs, inputs.x, states.get("state"))
+        return y, z, {} if state is None else {"state": state, "conv": conv_state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
-        assert side is not None
-        out: Tensor = self.out_proj(self.norm(merge_heads(mixed), side))
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
+        assert gate_input is not None
+        out: Tensor = self.out_proj(self.norm(merge_heads(mixed), gate_input))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        _, inputs, _ = self._read(stream, None)
-        return self._ssd(stream, inputs, identity(stream, self.heads), None)[0], inputs.x
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        _, inputs, _ = self._read(seq, None)
+        return self._ssd(seq, inputs, identity(seq, self.heads), None)[0], inputs.x
 
-    def _read(self, stream: Stream, tail: Tensor | None) -> tuple[Tensor, _Inputs, Tensor]:
+    def _read(self, seq: TokenSequence, conv_state: Tensor | None) -> tuple[Tensor, _Inputs, Tensor]:
         """(z, what the state space reads, the convolution's new tail)."""
         shared = self.groups * self.state_dim
-        z, mixed, steps = self.in_proj(stream.x).split([self.width, self.width + 2 * shared, self.heads], -1)
-        mixed, tail = self.conv(stream, widened(mixed), tail)
+        z, mixed, steps = self.in_proj(seq.x).split([self.width, self.width + 2 * shared, self.heads], -1)
+        mixed, conv_state = self.conv(seq, widened(mixed), conv_state)
         x, B, C = mixed.split([self.width, shared, shared], -1)
         dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
         log_decay = softplus_decay(steps, self.A_log, self.dt_bias, self.limits).transpose(1, 2)
         heads = split_heads(x, self.heads), split_heads(B, self.groups), split_heads(C, self.groups)
-        return z, _Inputs(*heads, dt, log_decay), tail
+        return z, _Inputs(*heads, dt, log_decay), conv_state
 
-    def _ssd(self, stream: Stream, given: _Inputs, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _ssd(self, seq: TokenSequence, given: _Inputs, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         x = x.to(given.x.dtype)
         decay = Decay(given.log_decay)
         v, skip = given.dt[..., None] * x, self.D.to(x.dtype)[:, None, None] * x
         if self.bidirectional:
-            return stream.recur_both_ways(given.C, given.B, v, decay, scale=1.0) + skip, None
-        y, state = stream.recur(given.C, given.B, v, decay, state, scale=1.0)
+            return seq.recur_both_ways(given.C, given.B, v, decay, scale=1.0) + skip, None
+        y, state = seq.recur(given.C, given.B, v, decay, state, scale=1.0)
         return y + skip, state
 
 

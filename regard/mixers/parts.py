@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.biases import RelativeBuckets
-from regard.caches import Held
+from regard.caches import KVView
+from regard.checks import SMALLEST, is_factory, norm_eps, whole
 from regard.masks import KeyPadding, Mask, Segments, as_mask
-from regard.masks.checks import SMALLEST, is_factory, norm_eps, whole
-from regard.mixers.recurrent import Stream
+from regard.mixers.recurrent import TokenSequence
 
 __all__ = [
     "GatedRMSNorm",
-    "MambaShell",
+    "MambaConfig",
     "Projections",
     "RMSNorm",
     "RelativePositionBias",
@@ -125,48 +125,48 @@ class GatedRMSNorm(nn.Module):
 class ShortConv(nn.Module):
     """A causal depthwise convolution of a few taps as a part of a recurrent layer, with SiLU after it or nothing.
 
-    ``weight`` is (channels, taps), the last tap the current token's; ``bias`` (channels,). Its state is the last
-    ``taps - 1`` inputs. A weight wider than the tokens widens them: the result is rounded once, after the SiLU, to the
-    tokens' dtype. Layers give it widened tokens: what follows may normalise them before it rounds.
+    ``weight`` is (channels, conv_size), the last tap the current token's; ``bias`` (channels,). Its state is the last
+    ``conv_size - 1`` inputs. A weight wider than the tokens widens them: the result is rounded once, after the SiLU, to
+    the tokens' dtype. Layers give it widened tokens: what follows may normalise them before it rounds.
     """
 
-    def __init__(self, channels: int, taps: int = 4, *, bias: bool = False, silu: bool = True) -> None:
+    def __init__(self, channels: int, conv_size: int = 4, *, bias: bool = False, silu: bool = True) -> None:
         super().__init__()
-        self.channels, self.taps, self.silu = channels, whole("taps", taps, 1), silu
-        bound = taps**-0.5
-        self.weight = nn.Parameter(torch.empty(channels, taps).uniform_(-bound, bound))
+        self.channels, self.conv_size, self.silu = channels, whole("conv_size", conv_size, 1), silu
+        bound = conv_size**-0.5
+        self.weight = nn.Parameter(torch.empty(channels, conv_size).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """The tail's shape, without the batch axis."""
-        return self.taps - 1, self.channels
+        """The state's shape, without the batch axis."""
+        return self.conv_size - 1, self.channels
 
-    def forward(self, stream: Stream, x: Tensor, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(the convolved tokens (B, T, channels), the new tail)."""
+    def forward(self, seq: TokenSequence, x: Tensor, conv_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the convolved tokens (B, T, channels), its new state)."""
         wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
-        y, tail = stream.conv(wide, self.weight, self.bias, tail)
-        return (F.silu(y) if self.silu else y).to(x.dtype), tail
+        y, conv_state = seq.conv(wide, self.weight, self.bias, conv_state)
+        return (F.silu(y) if self.silu else y).to(x.dtype), conv_state
 
 
 @dataclass(frozen=True)
-class MambaShell:
+class MambaConfig:
     """What stands round the state space in a Mamba layer.
 
     Args:
-        taps: of the short convolution.
+        conv_size: of the short convolution.
         conv_bias: the convolution has a bias.
         bias: the input and output projections have biases.
         eps: of the norm before the output projection, where there is one.
     """
 
-    taps: int = 4
+    conv_size: int = 4
     conv_bias: bool = True
     bias: bool = False
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        whole("taps", self.taps, 1)
+        whole("conv_size", self.conv_size, 1)
         norm_eps(self.eps)
 
 
@@ -278,19 +278,19 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def read_mask(own: Mask | None, given: Mask | Tensor | None, held: Held, x: Tensor) -> Mask | None:
-    """What the queries of tokens `x` (B, T, dim) may read of `held`: a layer's own pattern, one given at the call (both
+def read_mask(own: Mask | None, given: Mask | Tensor | None, view: KVView, x: Tensor) -> Mask | None:
+    """What the queries of tokens `x` (B, T, dim) may read of `view`: a layer's own pattern, one given at the call (both
     count every token seen), no padding, nothing of other segments.
     """
     pattern, extra = None if own is None else own.to(x.device), as_mask(given)
     if extra is not None:
         pattern = extra if pattern is None else pattern & extra
-    parts = [] if pattern is None else [pattern.moved(held.first)]
-    if held.keep is not None:
-        parts.append(KeyPadding(held.keep))
-    if held.segments is not None:
-        last = held.segments.shape[1] - x.shape[1]
-        parts.append(Segments(held.segments[:, last:], held.segments))
+    parts = [] if pattern is None else [pattern.shifted(view.first)]
+    if view.keep is not None:
+        parts.append(KeyPadding(view.keep))
+    if view.segments is not None:
+        last = view.segments.shape[1] - x.shape[1]
+        parts.append(Segments(view.segments[:, last:], view.segments))
     mask = parts[0] if parts else None
     for part in parts[1:]:
         assert mask is not None

@@ -1,7 +1,7 @@
-"""What every layer with a state shares: its tokens as a `Stream`, its cache, and its matrix.
+"""What every layer with a state shares: its tokens as a `TokenSequence`, its cache, and its matrix.
 
-A `Stream` has the real tokens of each row first, padding behind them. So convolutions and states see real tokens only,
-wherever padding stood, and the results go back to the places that the tokens came from.
+A `TokenSequence` has the real tokens of each row first, padding behind them. So convolutions and states see real tokens
+only, wherever padding stood, and the results go back to the places that the tokens came from.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import StateCache
+from regard.checks import describe, whole
 from regard.masks import Causal, Mask
-from regard.masks.checks import describe, whole
 from regard.mixers.base import check_tokens, floating
 from regard.ops.checks import scale_of, without_autocast
 from regard.ops.convolutions import convolve
-from regard.ops.packing import starts_of
+from regard.ops.packing import segment_starts_of
 from regard.ops.recurrence import recurrence
 from regard.ops.scan import scan, selective_scan
-from regard.tokens import Placed, place
+from regard.tokens import TokenLayout, resolve_tokens
 from regard.transitions import Decay, Delta
 
 __all__ = [
     "RecurrentLayer",
     "States",
-    "Stream",
+    "TokenSequence",
     "check_cache",
     "compute_dtype",
     "empty_states",
@@ -42,7 +42,7 @@ States = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenSequence:
     """The tokens of a call: real ones first in each row.
 
     Its methods are the recurrent operations, made blind to padding (which leaves every state as it was) and bounded by
@@ -55,7 +55,9 @@ class Stream:
     real: Tensor | None = None  # bool (B, T), or None: all are
     segments: Tensor | None = None  # ids (B, T), never falling, or None: one segment, the state's
     order: Tensor | None = None  # (B, T): the place in the call that each token came from
-    opened: Tensor | None = None  # bool (B,): the row's first token opens a segment, so the state before it is dropped
+    drop_state: Tensor | None = (
+        None  # bool (B,): the row's first token opens a segment, so the state before it is dropped
+    )
 
     @property
     def lengths(self) -> Tensor | None:
@@ -79,11 +81,11 @@ class Stream:
             decay = transition.log_decay
             if decay is not None:
                 decay = decay[None, :, None].expand(q.shape[0], -1, q.shape[2]) if decay.ndim == 1 else decay
-                decay = self.still(decay, 2)
+                decay = self.mask_padding(decay, 2)
             if isinstance(transition, Delta):
-                transition = Delta(self.still(transition.beta, 2), decay)
+                transition = Delta(self.mask_padding(transition.beta, 2), decay)
             else:
-                v, transition = self.still(v, 2), Decay(decay)
+                v, transition = self.mask_padding(v, 2), Decay(decay)
         with without_autocast(q):
             return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
 
@@ -101,28 +103,30 @@ class Stream:
         """`regard.scan`."""
         x = widened(x)
         if self.real is not None:
-            x = self.still(x)
-            log_a = self.still(log_a.expand(*x.shape[:2], *log_a.shape[2:]))
+            x = self.mask_padding(x)
+            log_a = self.mask_padding(log_a.expand(*x.shape[:2], *log_a.shape[2:]))
         return scan(log_a, x, state=state, segments=self.segments)
 
     def selective_scan(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`regard.selective_scan`."""
-        return selective_scan(widened(x), self.still(dt), A, B, C, D, state=state, segments=self.segments)
+        return selective_scan(widened(x), self.mask_padding(dt), A, B, C, D, state=state, segments=self.segments)
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, tail: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`regard.short_conv`; the tail returned ends at the last real token."""
-        return convolve(widened(x), weight, bias, tail, starts_of(self.segments, *x.shape[:2]), self.lengths)
+    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`regard.short_conv`; the state returned ends at the last real token."""
+        return convolve(
+            widened(x), weight, bias, conv_state, segment_starts_of(self.segments, *x.shape[:2]), self.lengths
+        )
 
-    def still(self, x: Tensor, axis: int = 1) -> Tensor:
+    def mask_padding(self, x: Tensor, axis: int = 1) -> Tensor:
         """`x` with 0 at padding; its time axis is 1, or 2 with heads before it."""
         if self.real is None:
             return x
         real = self.real if axis == 1 else self.real[:, None]
         return torch.where(real.view(*real.shape, *[1] * (x.ndim - real.ndim)), x, 0.0)
 
-    def reversed(self) -> Stream:
+    def reversed(self) -> TokenSequence:
         """The same tokens backwards in time, padding first."""
         flip = {name: None if (t := getattr(self, name)) is None else t.flip(1) for name in ("real", "segments")}
         if flip["segments"] is not None:
@@ -131,20 +135,20 @@ class Stream:
 
     # ---- places ----------------------------------------------------------------------------------------------------
 
-    def spread(self, y: Tensor, axis: int = 1) -> Tensor:
+    def unsort(self, y: Tensor, axis: int = 1) -> Tensor:
         """A result (B, T, ...), or (B, H, T, ...) with axis 2, back at the call's own places; 0 at padding."""
         if self.order is None:
             return y
         back = self.order.argsort(1) if axis == 1 else self.order.argsort(1)[:, None]
         back = back.view(*back.shape, *[1] * (y.ndim - back.ndim))
-        return torch.gather(self.still(y, axis), axis, back.expand(*y.shape[:axis], -1, *y.shape[axis + 1 :]))
+        return torch.gather(self.mask_padding(y, axis), axis, back.expand(*y.shape[:axis], -1, *y.shape[axis + 1 :]))
 
 
 class RecurrentLayer(nn.Module):
     """A layer that remembers the past in a state of fixed size; ``(B, T, dim)`` in and out.
 
-    Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix`, in which tokens meet, and
-    `write` (norm, gate, output projection). `matrix` is the first as a matrix.
+    Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix_tokens`, in which tokens meet,
+    and `project_output` (norm, gate, output projection). `matrix` is the first as a matrix.
     """
 
     dim: int
@@ -154,16 +158,16 @@ class RecurrentLayer(nn.Module):
         """The shape of every state, without the batch axis."""
         raise NotImplementedError
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """(what the layer mixes (B, G, T, D), what `write` needs besides (a gate's input) or None, the new states)."""
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """(what the layer mixes (B, G, T, D), the input of the output's gate or None, the new states)."""
         raise NotImplementedError
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         """The output (B, T, dim) from what was mixed."""
         raise NotImplementedError
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """(M (B, G, T, T), V (B, G, T, D)) with ``M @ V`` what `mix` gives from an empty state."""
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        """(M (B, G, T, T), V (B, G, T, D)) with ``M @ V`` what `mix_tokens` gives from an empty state."""
         raise NotImplementedError
 
     def forward(
@@ -182,17 +186,17 @@ class RecurrentLayer(nn.Module):
         `keep` (B, T) marks the real tokens of this call; the others leave every state untouched. `segments` (B, T)
         are ids that never fall; a new one starts from an empty state. `mask` may only be ``Causal()``.
         """
-        stream, placed = self._stream(x, context, mask, keep, positions, segments, cache)
-        mixed, side, states = self.mix(stream, self._states(stream, cache))
-        out = stream.spread(self.write(stream.x, mixed, side))
+        seq, layout = self._sequence(x, context, mask, keep, positions, segments, cache)
+        mixed, gate_input, states = self.mix_tokens(seq, self._states(seq, cache))
+        out = seq.unsort(self.project_output(seq.x, mixed, gate_input))
         if cache is not None:
-            cache.commit(states, _owner(stream, cache), placed, x.shape[1])
+            cache.commit(states, _owner(seq, cache), layout, x.shape[1])
         return out
 
     def mixed(self, x: Tensor, **arguments: Any) -> Tensor:
         """What the layer mixes (B, G, T, D), before norm, gate and output projection; a cache stays as it is."""
-        stream, _ = self._stream(x, **_named(arguments))
-        return stream.spread(self.mix(stream, self._states(stream, arguments.get("cache")))[0], 2)
+        seq, _ = self._sequence(x, **_named(arguments))
+        return seq.unsort(self.mix_tokens(seq, self._states(seq, arguments.get("cache")))[0], 2)
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, G, T, T), V (B, G, T, D)) of this call's tokens, with ``M @ V`` what the layer mixes of them.
@@ -202,9 +206,9 @@ class RecurrentLayer(nn.Module):
         cache = arguments.get("cache")
         if cache is not None and cache.length:
             raise ValueError("cache: a state does not remember its tokens; give the whole sequence, or an empty cache")
-        stream, _ = self._stream(x, context, **_named(arguments, context=False))
-        matrix, values = self.matrix(stream)
-        return stream.spread(stream.spread(matrix, 2).transpose(-1, -2), 2).transpose(-1, -2), stream.spread(values, 2)
+        seq, _ = self._sequence(x, context, **_named(arguments, context=False))
+        matrix, values = self.matrix(seq)
+        return seq.unsort(seq.unsort(matrix, 2).transpose(-1, -2), 2).transpose(-1, -2), seq.unsort(values, 2)
 
     def init_cache(
         self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -216,7 +220,7 @@ class RecurrentLayer(nn.Module):
 
     # ---- the steps of a call ---------------------------------------------------------------------------------------
 
-    def _stream(
+    def _sequence(
         self,
         x: Tensor,
         context: Tensor | None = None,
@@ -225,7 +229,7 @@ class RecurrentLayer(nn.Module):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         cache: StateCache | None = None,
-    ) -> tuple[Stream, Placed]:
+    ) -> tuple[TokenSequence, TokenLayout]:
         check_tokens(self, "x", x, self.dim)
         if context is not None:
             raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
@@ -237,16 +241,16 @@ class RecurrentLayer(nn.Module):
         check_cache(self, cache, self.state_shapes())
         sizes = (x.shape[0], x.shape[1], x.device)
         given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
-        placed = place(*sizes, **given) if cache is None else cache.place(*sizes, **given)
-        return _arranged(x, placed, cache), placed
+        layout = resolve_tokens(*sizes, **given) if cache is None else cache.resolve_tokens(*sizes, **given)
+        return _arranged(x, layout, cache), layout
 
-    def _states(self, stream: Stream, cache: StateCache | None) -> dict[str, Tensor]:
+    def _states(self, seq: TokenSequence, cache: StateCache | None) -> dict[str, Tensor]:
         """The states before the call's first tokens, 0 in rows where these open a segment; none without a cache."""
         if cache is None:
             return {}
-        if stream.opened is None:
+        if seq.drop_state is None:
             return cache.states
-        rows = stream.opened
+        rows = seq.drop_state
         return {
             name: torch.where(rows.view(-1, *[1] * (state.ndim - 1)), 0.0, state)
             for name, state in cache.states.items()
@@ -297,19 +301,19 @@ def widened(x: Tensor) -> Tensor:
     return x.to(compute_dtype(x))
 
 
-def identity(stream: Stream, heads: int) -> Tensor:
+def identity(seq: TokenSequence, heads: int) -> Tensor:
     """The values (B, heads, T, T) for which what a linear layer mixes is its matrix."""
-    batch, tokens, _ = stream.x.shape
-    eye = torch.eye(tokens, dtype=stream.x.dtype, device=stream.x.device)
+    batch, tokens, _ = seq.x.shape
+    eye = torch.eye(tokens, dtype=seq.x.dtype, device=seq.x.device)
     return eye.expand(batch, heads, -1, -1)
 
 
-def scan_matrix(stream: Stream, log_a: Tensor) -> Tensor:
-    """(B, C, T, T): what `Stream.scan` does to each channel with the log-decays (B, T, C) or broadcasting to them."""
-    batch, tokens, _ = stream.x.shape
-    eye = torch.eye(tokens, dtype=compute_dtype(stream.x), device=stream.x.device)
+def scan_matrix(seq: TokenSequence, log_a: Tensor) -> Tensor:
+    """(B, C, T, T): what `TokenSequence.scan` does to each channel; log-decays broadcast to (B, T, C)."""
+    batch, tokens, _ = seq.x.shape
+    eye = torch.eye(tokens, dtype=compute_dtype(seq.x), device=seq.x.device)
     eye = eye[None, :, None].expand(batch, -1, log_a.shape[2], -1)
-    return stream.scan(log_a[..., None], eye)[0].movedim(1, 2)
+    return seq.scan(log_a[..., None], eye)[0].movedim(1, 2)
 
 
 def _named(arguments: dict[str, Any], context: bool = True) -> dict[str, Any]:
@@ -320,34 +324,34 @@ def _named(arguments: dict[str, Any], context: bool = True) -> dict[str, Any]:
     return arguments
 
 
-def _arranged(x: Tensor, placed: Placed, cache: StateCache | None) -> Stream:
+def _arranged(x: Tensor, layout: TokenLayout, cache: StateCache | None) -> TokenSequence:
     """The stream of a call's tokens: real ones first, segments against the one that the state belongs to."""
-    stream = Stream(x, placed.positions)
-    ids = placed.segments
-    if placed.keep is not None:
-        order = torch.argsort((~placed.keep).to(torch.uint8), dim=1, stable=True)
-        real = placed.keep.gather(1, order)
+    seq = TokenSequence(x, layout.positions)
+    ids = layout.segments
+    if layout.keep is not None:
+        order = torch.argsort((~layout.keep).to(torch.uint8), dim=1, stable=True)
+        real = layout.keep.gather(1, order)
         x = torch.where(real[..., None], x.gather(1, order[..., None].expand_as(x)), 0.0)
-        stream = Stream(x, placed.positions.gather(1, order), real, None, order)
+        seq = TokenSequence(x, layout.positions.gather(1, order), real, None, order)
         if ids is not None:  # padding takes the id of the real token before it
             ids = ids.gather(1, order)
             lowest = torch.iinfo(ids.dtype).min
             ids = torch.where(real, ids, lowest).cummax(1).values if ids.shape[1] else ids
     if ids is None or not ids.shape[1]:
-        return stream
-    opened = None
+        return seq
+    drop_state = None
     if cache is not None and cache.length:
         owner = torch.zeros_like(ids[:, 0]) if cache.owner is None else cache.owner
-        opened = ids[:, 0] > owner
-    return dataclasses.replace(stream, segments=ids, opened=opened)
+        drop_state = ids[:, 0] > owner
+    return dataclasses.replace(seq, segments=ids, drop_state=drop_state)
 
 
-def _owner(stream: Stream, cache: StateCache) -> Tensor | None:
+def _owner(seq: TokenSequence, cache: StateCache) -> Tensor | None:
     """The segment of the last real token that the states have seen."""
-    if stream.segments is None:
+    if seq.segments is None:
         return cache.owner
-    latest = stream.segments[:, -1]
-    if stream.real is None:
+    latest = seq.segments[:, -1]
+    if seq.real is None:
         return latest.clone()
     before = torch.zeros_like(latest) if cache.owner is None else cache.owner
-    return torch.where(stream.real.any(1), latest, before)
+    return torch.where(seq.real.any(1), latest, before)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from regard.checks import is_part, whole
+from regard.coordinates import plain_tensors
 from regard.decays import fixed_slopes, retention_slopes
-from regard.masks.checks import is_part, whole
 from regard.mixers.base import Record
 from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, Stream, compute_dtype, identity, widened
+from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, identity, widened
 from regard.positions import Rotary
-from regard.sites import plain_tensors
 from regard.transitions import Decay
 
 __all__ = ["Retention", "records", "retention_rotary"]
@@ -89,25 +89,25 @@ class Retention(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.key_dim, self.value_dim)}
 
-    def mix(self, stream: Stream, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        out, state = self._recur(stream, split_heads(self.v_proj(stream.x), self.heads), states.get("state"))
+    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        out, state = self._recur(seq, split_heads(self.v_proj(seq.x), self.heads), states.get("state"))
         return out, None, {"state": state}
 
-    def write(self, x: Tensor, mixed: Tensor, side: Tensor | None) -> Tensor:
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
         return out
 
-    def matrix(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        matrix, _ = self._recur(stream, identity(stream, self.heads), None)
-        return matrix, split_heads(self.v_proj(stream.x), self.heads)
+    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
+        matrix, _ = self._recur(seq, identity(seq, self.heads), None)
+        return matrix, split_heads(self.v_proj(seq.x), self.heads)
 
-    def _recur(self, stream: Stream, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = stream.x
+    def _recur(self, seq: TokenSequence, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = seq.x
         q, k = (split_heads(widened(proj(x)), self.heads) for proj in (self.q_proj, self.k_proj))
         if self.rotary is not None:
-            q, k = self.rotary(q, stream.positions), self.rotary(k, stream.positions)
+            q, k = self.rotary(q, seq.positions), self.rotary(k, seq.positions)
         decay = Decay(-torch.tensor(self.slopes, dtype=compute_dtype(x), device=x.device))
-        return stream.recur(q, k, v, decay, state)
+        return seq.recur(q, k, v, decay, state)
 
 
 records = (

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from regard.biases import Alibi, Bias
-from regard.caches import Held, KVCache, WindowCache
+from regard.caches import KVCache, KVView, WindowCache
+from regard.checks import describe, is_part, whole
 from regard.masks import Causal, Mask, Window
 from regard.masks.base import reach
-from regard.masks.checks import describe, is_part, whole
 from regard.mixers.base import Record, check_tokens, floating
 from regard.mixers.parts import Projections, RMSNorm, Scores, merge_heads, read_mask, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
-from regard.tokens import place
+from regard.tokens import resolve_tokens
 
 __all__ = ["MultiHeadAttention", "griffin_attention", "records"]
 
@@ -109,14 +109,14 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | WindowCache | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim). See the class for the arguments' meanings."""
-        x, q, held, options = self._read(
+        x, q, view, options = self._read(
             x, context, mask=mask, keep=keep, positions=positions, segments=segments, cache=cache
         )
-        y = self._write(x, self._mix(q, held, options))
+        y = self._write(x, self._mix(q, view, options))
         if cache is not None and (context is not None or cache.context):
-            cache.commit_context(x.shape[1], *held.fresh)
+            cache.commit_context(x.shape[1], *view.fresh)
         elif cache is not None:
-            cache.commit(*held.fresh)
+            cache.commit(*view.fresh)
         return y
 
     def mixed(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> Tensor:
@@ -125,9 +125,9 @@ class MultiHeadAttention(nn.Module):
 
     def mixing(self, x: Tensor, context: Tensor | None = None, **arguments: Any) -> tuple[Tensor, Tensor]:
         """(M (B, H, Tq, Tk), V (B, H, Tk, D)): the weights before dropout and what they mix; a cache stays as it is."""
-        _, q, held, options = self._read(x, context, **arguments)
-        _, weights, _ = attention_weights(q, held.k, held.v, **options)
-        v = held.v.to(weights.dtype).repeat_interleave(self.heads // self.kv_heads, 1)
+        _, q, view, options = self._read(x, context, **arguments)
+        _, weights, _ = attention_weights(q, view.k, view.v, **options)
+        v = view.v.to(weights.dtype).repeat_interleave(self.heads // self.kv_heads, 1)
         read = (weights != 0).any(-2).any(1)[:, None, :, None]
         return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
 
@@ -159,7 +159,7 @@ class MultiHeadAttention(nn.Module):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         cache: KVCache | WindowCache | None = None,
-    ) -> tuple[Tensor, Tensor, Held, dict[str, Any]]:
+    ) -> tuple[Tensor, Tensor, KVView, dict[str, Any]]:
         """x without what padding holds, its queries, the keys and values they read, and the rest of the call.
 
         Nothing is changed."""
@@ -169,33 +169,33 @@ class MultiHeadAttention(nn.Module):
         crossing = context is not None or (cache is not None and cache.context)
         if crossing:
             q, start = self._queries(x, None), cache.asked if cache is not None else 0
-            held = self._read_context(x, q, context, keep=keep, segments=segments, cache=cache)
+            view = self._read_context(x, q, context, keep=keep, segments=segments, cache=cache)
         else:
             given: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
             batch, tokens, _ = x.shape
-            placed = (
-                place(batch, tokens, x.device, **given)
+            layout = (
+                resolve_tokens(batch, tokens, x.device, **given)
                 if cache is None
-                else cache.place(batch, tokens, x.device, **given)
+                else cache.resolve_tokens(batch, tokens, x.device, **given)
             )
-            x = placed.real(x)
-            q, (k, v) = self._queries(x, placed.positions), self._keys(x, placed.positions)
-            held = Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
-            start = (0 if cache is None else cache.length) - held.first
+            x = layout.real(x)
+            q, (k, v) = self._queries(x, layout.positions), self._keys(x, layout.positions)
+            view = KVView.alone(k, v, layout) if cache is None else cache.extend(k, v, layout)
+            start = (0 if cache is None else cache.length) - view.first
         options: dict[str, Any] = {
             "scale": self.scores.scale,
             "softcap": self.scores.softcap,
             "sink": self.sink,
             "q_start": start,
         }
-        options["mask"] = read_mask(self.mask, mask, held, x)
+        options["mask"] = read_mask(self.mask, mask, view, x)
         bias = self.bias() if isinstance(self.bias, nn.Module) else self.bias
-        options["bias"] = None if bias is None else bias.moved(held.first).among(held.keep).to(x.device)
-        return x, q, held, options
+        options["bias"] = None if bias is None else bias.shifted(view.first).with_padding(view.keep).to(x.device)
+        return x, q, view, options
 
-    def _mix(self, q: Tensor, held: Held, options: dict[str, Any]) -> Tensor:
+    def _mix(self, q: Tensor, view: KVView, options: dict[str, Any]) -> Tensor:
         dropout = self.scores.dropout if self.training else 0.0
-        out: Tensor = attention(q, held.k, held.v, dropout_p=dropout, **options)
+        out: Tensor = attention(q, view.k, view.v, dropout_p=dropout, **options)
         return out
 
     def _read_context(
@@ -207,7 +207,7 @@ class MultiHeadAttention(nn.Module):
         keep: Tensor | None,
         segments: Tensor | None,
         cache: KVCache | WindowCache | None,
-    ) -> Held:
+    ) -> KVView:
         """The context that queries `q` of tokens `x` read, all of it: its tokens are no segment's."""
         if segments is not None:
             raise ValueError("segments: with a context they have no meaning; mask the context with keep or mask")
@@ -218,17 +218,19 @@ class MultiHeadAttention(nn.Module):
                     "keep: it describes the context's tokens, and the context was written by an earlier call"
                 )
             none = q.new_zeros(x.shape[0], self.kv_heads, 0, self.head_dim)
-            return dataclasses.replace(cache.extend(none, none, cache.place(x.shape[0], 0, x.device)), segments=None)
+            return dataclasses.replace(
+                cache.extend(none, none, cache.resolve_tokens(x.shape[0], 0, x.device)), segments=None
+            )
         if cache is not None and (cache.context or cache.length):
             raise ValueError(
                 "context: the cache holds one already (or a sequence); later calls pass context=None, or reset it first"
             )
         check_tokens(self, "context", context, self.context_dim, x)
         sizes = (context.shape[0], context.shape[1], context.device)
-        placed = place(*sizes, keep=keep) if cache is None else cache.place(*sizes, keep=keep)
-        k, v = self._keys(placed.real(context), None)
-        held = Held.alone(k, v, placed) if cache is None else cache.extend(k, v, placed)
-        return dataclasses.replace(held, segments=None)
+        layout = resolve_tokens(*sizes, keep=keep) if cache is None else cache.resolve_tokens(*sizes, keep=keep)
+        k, v = self._keys(layout.real(context), None)
+        view = KVView.alone(k, v, layout) if cache is None else cache.extend(k, v, layout)
+        return dataclasses.replace(view, segments=None)
 
     def _queries(self, x: Tensor, positions: Tensor | None) -> Tensor:
         return self._turned(self.q_proj(x), self.heads, self.q_norm, positions)

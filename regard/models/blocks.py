@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.coordinates import has_values
 from regard.mixers.base import floating
-from regard.sites import has_values
 
 __all__ = [
     "Block",

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.serialization import add_safe_globals
 from torch.utils import _pytree as pytree
 
+from regard.checks import describe
 from regard.errors import CacheError
-from regard.masks.checks import describe
-from regard.tokens import Placed
+from regard.tokens import TokenLayout
 
 __all__ = ["ModelCache"]
 
@@ -70,10 +70,10 @@ class ModelCache:
         for c in self.layers:
             c.room_for(tokens)
 
-    def place(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> Placed:
+    def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> TokenLayout:
         """Where a call's tokens stand after those seen; ``given``: its ``keep``, ``positions`` and ``segments``."""
-        placed: Placed = self.layers[0].place(batch, tokens, device, **given)
-        return placed
+        layout: TokenLayout = self.layers[0].resolve_tokens(batch, tokens, device, **given)
+        return layout
 
     def reset(self) -> None:
         """Forgets every token."""

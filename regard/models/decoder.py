@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.models.blocks import Embedding
 from regard.models.cache import ModelCache, check_ids
 from regard.models.model import Model
-from regard.tokens import Placed, place
+from regard.tokens import TokenLayout, resolve_tokens
 
 __all__ = ["Decoder"]
 
@@ -101,23 +101,23 @@ class Decoder(Model):
         """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are :meth:`forward`'s."""
         batch, tokens = check_ids(ids)
         if cache is None:
-            placed = place(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
-            x = self._through(ids, placed, segments, [None] * len(self.layers))
+            layout = resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+            x = self._through(ids, layout, segments, [None] * len(self.layers))
         else:
             start = cache.length
             cache.room_for(tokens)
-            placed = cache.place(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+            layout = cache.resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
             try:
-                x = self._through(ids, placed, segments, cache.layers)
+                x = self._through(ids, layout, segments, cache.layers)
             except BaseException:
                 cache.roll_back(start)
                 raise
         return x if self.norm is None else self.norm(x)
 
-    def _through(self, ids: Tensor, placed: Placed, segments: Tensor | None, caches: list[Any]) -> Tensor:
-        x: Tensor = self.embedding(ids, placed.positions)
+    def _through(self, ids: Tensor, layout: TokenLayout, segments: Tensor | None, caches: list[Any]) -> Tensor:
+        x: Tensor = self.embedding(ids, layout.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, keep=placed.keep, positions=placed.positions, segments=segments, cache=cache)
+            x = layer(x, keep=layout.keep, positions=layout.positions, segments=segments, cache=cache)
         return x
 
     def _table(self) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.models.blocks import Embedding
 from regard.models.cache import check_ids
 from regard.models.model import Model
-from regard.tokens import place
+from regard.tokens import resolve_tokens
 
 __all__ = ["Encoder", "FirstTokenPooler"]
 
@@ -70,10 +70,10 @@ class Encoder(Model):
             ValueError, TypeError: for a tensor of a wrong shape or dtype, or an id outside the vocabulary.
         """
         batch, tokens = check_ids(ids)
-        placed = place(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
-        x: Tensor = self.embedding(ids, placed.positions, types)
+        layout = resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+        x: Tensor = self.embedding(ids, layout.positions, types)
         for layer in self.layers:
-            x = layer(x, keep=placed.keep, positions=placed.positions, segments=segments)
+            x = layer(x, keep=layout.keep, positions=layout.positions, segments=segments)
         return x if self.norm is None else self.norm(x)
 
     def pool(self, hidden: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.masks.checks import whole
-from regard.sites import has_values
+from regard.checks import whole
+from regard.coordinates import has_values
 
 __all__ = ["ClampedSwiGLU", "GatedExperts", "MixtureOfExperts", "Router", "Routing", "StackedExperts"]
 

@@ -12,7 +12,7 @@ from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatent
 from regard.mixers.lightning import LightningAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
-from regard.mixers.parts import GatedRMSNorm, MambaShell, Projections, RelativePositionBias, RMSNorm, Scores
+from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.retention import Retention
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
 from regard.nn.convert import from_torch
@@ -37,7 +37,7 @@ __all__ = [
     "LinearCrossAttention",
     "Mamba",
     "Mamba2",
-    "MambaShell",
+    "MambaConfig",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "Projections",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from regard.masks.checks import describe
+from regard.checks import describe
 from regard.mixers.parts import Projections, Scores
 from regard.mixers.softmax import MultiHeadAttention
 

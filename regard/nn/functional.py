@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.checks import is_dense, is_torch_rule
 from regard.masks import Causal, Mask
-from regard.masks.checks import is_dense, is_torch_rule
 from regard.ops.attention import attention
 
 __all__ = ["scaled_dot_product_attention"]

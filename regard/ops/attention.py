@@ -15,10 +15,10 @@ from regard.backends import AttentionCall, Explanation, reference
 from regard.backends.call import pattern_of, sink_share
 from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
+from regard.checks import SMALLEST, describe, is_dense, is_number_type, real
+from regard.coordinates import Coordinates
 from regard.masks import Mask, as_mask, split_packing
-from regard.masks.checks import SMALLEST, describe, is_dense, is_number_type, real
 from regard.ops.checks import scale_of
-from regard.sites import Frame
 
 __all__ = ["attention", "attention_weights", "explain"]
 
@@ -219,7 +219,7 @@ def _call(
         bias.check(batch, q_heads, q_len, k_len)
     p = _probability(dropout_p)
     start = k_len - q_len if q_start is None else _start(q_start, batch)
-    frame = Frame(batch, q_heads, q_len, k_len, start, packing, device)
+    coordinates = Coordinates(batch, q_heads, q_len, k_len, start, packing, device)
     return AttentionCall(
         q,
         k,
@@ -230,8 +230,8 @@ def _call(
         _softcap(softcap, q.dtype),
         _sink(sink, q_heads),
         p,
-        frame,
-        pattern_of(mask, frame),
+        coordinates,
+        pattern_of(mask, coordinates),
         lse,
     )
 

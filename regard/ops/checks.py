@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.masks.checks import HUGE, describe, is_dense, is_number_type, real
+from regard.checks import HUGE, describe, is_dense, is_number_type, real
 
 __all__ = [
     "autocasting",

@@ -1,4 +1,4 @@
-"""Convolutions along time: `short_conv`, causal and depthwise, with a carried tail."""
+"""Convolutions along time: `short_conv`, causal and depthwise, with a carried state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from regard import backends
 from regard.backends import ShortConvCall
 from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
-from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
+from regard.ops.packing import Ids, by_sequence, packed_lengths, segment_starts_of
 
 __all__ = ["convolve", "short_conv"]
 
@@ -56,9 +56,9 @@ def short_conv(
     check_state(state, (batch if lengths is None else len(lengths), taps - 1, channels), x)
     with without_autocast(x):
         if not lengths:
-            starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            y, tail = convolve(x, weight, bias, state, starts)
-            return y, tail if lengths is None else tail[:0]
+            segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
+            y, conv_state = convolve(x, weight, bias, state, segment_starts)
+            return y, conv_state if lengths is None else conv_state[:0]
 
         taken, added = widened(x, weight, bias)
 
@@ -66,8 +66,8 @@ def short_conv(
             assert taken is not None
             return convolve(parts[0], taken, added, state, None, lengths)
 
-        y, tail = by_sequence(lengths, [(x, 1)], state, body, axis=1)
-        return y if y.numel() else tied(y, [t for t in (x, weight, bias, state) if t is not None]), tail
+        y, conv_state = by_sequence(lengths, [(x, 1)], state, body, axis=1)
+        return y if y.numel() else tied(y, [t for t in (x, weight, bias, state) if t is not None]), conv_state
 
 
 def convolve(
@@ -75,24 +75,24 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor | None,
-    starts: Tensor | None,
+    segment_starts: Tensor | None,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`short_conv` without checks; `starts` (B, T) marks segments' first tokens, `lengths` (B,) the real ones."""
-    call = ShortConvCall(x, weight, bias, state, starts)
+    """`short_conv` without checks; `segment_starts` (B, T) bool, `lengths` (B,): how many tokens are real."""
+    call = ShortConvCall(x, weight, bias, state, segment_starts)
     y, _ = backends.dispatch(call)
-    (_, tokens, channels), reach = x.shape, weight.shape[1] - 1
-    number = None if starts is None else torch.nn.functional.pad(starts.cumsum(1), (reach, 0))
+    (_, tokens, channels), earlier = x.shape, weight.shape[1] - 1
+    number = None if segment_starts is None else torch.nn.functional.pad(segment_starts.cumsum(1), (earlier, 0))
     if lengths is None:
-        late = x[:, max(tokens - reach, 0) :] if isinstance(tokens, int) else x  # not a free length of an export
-        tail = ShortConvCall(late, weight, None, state, None).line[:, late.shape[1] :]
+        late = x[:, max(tokens - earlier, 0) :] if isinstance(tokens, int) else x  # not a free length of an export
+        conv_state = ShortConvCall(late, weight, None, state, None).line[:, late.shape[1] :]
         ids = None if number is None else number[:, tokens:]
     else:
-        where = lengths[:, None] + torch.arange(reach, device=x.device)
-        tail = call.line.gather(1, where[..., None].expand(-1, -1, channels))
+        where = lengths[:, None] + torch.arange(earlier, device=x.device)
+        conv_state = call.line.gather(1, where[..., None].expand(-1, -1, channels))
         ids = None if number is None else number.gather(1, where)
-    if ids is not None and number is not None and reach:
-        latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + reach - 1)[:, None])
-        tail = torch.where((ids == latest)[..., None], tail, 0.0)
+    if ids is not None and number is not None and earlier:
+        latest = number[:, -1:] if lengths is None else number.gather(1, (lengths + earlier - 1)[:, None])
+        conv_state = torch.where((ids == latest)[..., None], conv_state, 0.0)
     y = y if y.numel() else tied(y, call.tensors)
-    return y.to(x.dtype), tail
+    return y.to(x.dtype), conv_state

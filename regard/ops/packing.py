@@ -8,11 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from regard.checks import describe
+from regard.coordinates import can_read
 from regard.masks import Segments
-from regard.masks.checks import describe
-from regard.sites import can_read
 
-__all__ = ["Ids", "by_sequence", "packed_lengths", "starts_of"]
+__all__ = ["Ids", "by_sequence", "packed_lengths", "segment_starts_of"]
 
 Ids = Tensor | Segments
 
@@ -34,7 +34,7 @@ def packed_lengths(segments: Ids | None, batch: int, tokens: int) -> tuple[int, 
     return lengths
 
 
-def starts_of(segments: Ids | None, batch: int, tokens: int) -> Tensor | None:
+def segment_starts_of(segments: Ids | None, batch: int, tokens: int) -> Tensor | None:
     """Which tokens open a segment, bool (B, T), the first token never; `segments` are ids (B, T) or (T,)."""
     if segments is None:
         return None

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from regard import backends
 from regard.backends import RecurrenceCall
-from regard.masks.checks import describe, whole
+from regard.checks import describe, whole
+from regard.coordinates import can_read
 from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, tied, widened, without_autocast
-from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
-from regard.sites import can_read
+from regard.ops.packing import Ids, by_sequence, packed_lengths, segment_starts_of
 from regard.transitions import Decay, Delta
 
 __all__ = ["recurrence"]
@@ -27,7 +27,7 @@ def recurrence(
     scale: float | None = None,
     segments: Ids | None = None,
     chunk_size: int | None = None,
-    into: Tensor | None = None,
+    state_out: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A matrix state that decays, is written to, and is read: ``o_t = scale * S_t^T q_t``.
@@ -46,8 +46,8 @@ def recurrence(
             segment, the last one's is returned). Or ``Segments.from_lengths`` with B = 1: then there is one state
             ``(sequences, Hv, Dk, Dv)`` per sequence, in and out, empty ones included.
         chunk_size: tokens that `chunked` takes together, rounded down to a power of two; it changes no result.
-        into: where to put the last state, a contiguous tensor of its shape and dtype, which may be `state` itself: a
-            decode step then updates a state in place. Only where no gradient is recorded.
+        state_out: where to put the last state, a contiguous tensor of its shape and dtype, which may be `state` itself:
+            a decode step then updates a state in place. Only where no gradient is recorded.
         backend: a backend by name instead of the first that can.
 
     Returns:
@@ -82,16 +82,18 @@ def recurrence(
     factor = scale_of(scale, sizes[0], q.dtype)
     q, k, v = lowered(q, k, v)
     beta, decay = transition.beta, transition.log_decay
-    call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, into)
-    if into is not None:
-        _check_into(into, (batch if lengths is None else len(lengths), heads, *sizes), call)
+    call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, state_out)
+    if state_out is not None:
+        _check_state_out(state_out, (batch if lengths is None else len(lengths), heads, *sizes), call)
     with without_autocast(q):
         if not lengths:
-            call.starts = None if lengths is not None else starts_of(segments, batch, tokens)
+            call.segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
             out, last = backends.dispatch(call, backend)
             out = out if out.numel() else tied(out, call.tensors)
             last = last if lengths is None else last[:0]
-            return out if out.dtype == q.dtype else out.to(q.dtype), last if into is None else _put(last, into)
+            return out if out.dtype == q.dtype else out.to(q.dtype), last if state_out is None else _put(
+                last, state_out
+            )
 
         if decay is not None and decay.ndim == 1:
             # with a time axis: padding must not fade the state
@@ -107,35 +109,35 @@ def recurrence(
 
         out, last = by_sequence(lengths, timed, state, body, axis=2)
         out = out if out.numel() else tied(out, [x for x in (q, k, v, beta, decay, state) if x is not None])
-        return out.to(q.dtype), last if into is None else _put(last, into)
+        return out.to(q.dtype), last if state_out is None else _put(last, state_out)
 
 
-def _put(state: Tensor, into: Tensor) -> Tensor:
-    """The state in `into`, where a backend may have put it already."""
-    return into if state is into else into.copy_(state)
+def _put(state: Tensor, state_out: Tensor) -> Tensor:
+    """The state in `state_out`, where a backend may have put it already."""
+    return state_out if state is state_out else state_out.copy_(state)
 
 
-def _check_into(into: Any, shape: tuple[int, ...], call: RecurrenceCall) -> None:
-    """Raise unless the last state may be written to `into`."""
-    check_float("into", into, 4, shape, call.q)
-    check_shape("into", into, shape)
-    if into.dtype != call.compute_dtype or not into.is_contiguous():
-        raise ValueError(f"into: expected a contiguous {call.compute_dtype} tensor, got {describe(into)}")
-    if can_read(into):
-        home = into.untyped_storage().data_ptr()
+def _check_state_out(state_out: Any, shape: tuple[int, ...], call: RecurrenceCall) -> None:
+    """Raise unless the last state may be written to `state_out`."""
+    check_float("state_out", state_out, 4, shape, call.q)
+    check_shape("state_out", state_out, shape)
+    if state_out.dtype != call.compute_dtype or not state_out.is_contiguous():
+        raise ValueError(f"state_out: expected a contiguous {call.compute_dtype} tensor, got {describe(state_out)}")
+    if can_read(state_out):
+        home = state_out.untyped_storage().data_ptr()
         for name in ("q", "k", "v", "beta", "log_decay", "state"):
             x = getattr(call, name)
-            if x is not None and x.untyped_storage().data_ptr() == home and _clash(into, x, name == "state"):
-                raise ValueError(f"into: it shares memory with {name}; give a tensor of its own, or state itself")
-    if into.requires_grad or call.wants_grad:
-        raise ValueError("into: a state that is overwritten has no gradient; use torch.no_grad, or take the new state")
+            if x is not None and x.untyped_storage().data_ptr() == home and _clash(state_out, x, name == "state"):
+                raise ValueError(f"state_out: it shares memory with {name}; give a tensor of its own, or state itself")
+    if state_out.requires_grad or call.wants_grad:
+        raise ValueError("state_out: an overwritten state has no gradient; use torch.no_grad, or take the new state")
 
 
-def _clash(into: Tensor, x: Tensor, itself: bool) -> bool:
-    """Whether writing `into` while `x` is read would mix them up; `itself`: they may be the same numbers."""
-    if itself and (into.data_ptr(), into.dtype, into.stride()) == (x.data_ptr(), x.dtype, x.stride()):
+def _clash(state_out: Tensor, x: Tensor, itself: bool) -> bool:
+    """Whether writing `state_out` while `x` is read would mix them up; `itself`: they may be the same numbers."""
+    if itself and (state_out.data_ptr(), state_out.dtype, state_out.stride()) == (x.data_ptr(), x.dtype, x.stride()):
         return False
-    (first, end), (begin, stop) = _stretch(into), _stretch(x)
+    (first, end), (begin, stop) = _stretch(state_out), _stretch(x)
     return first < stop and begin < end
 
 
@@ -144,8 +146,8 @@ def _stretch(x: Tensor) -> tuple[int, int]:
     start = x.data_ptr()
     if not x.numel():
         return start, start
-    reach = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    return start, start + (reach + 1) * x.element_size()
+    extent = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (extent + 1) * x.element_size()
 
 
 def _check(q: Any, k: Any, v: Any, transition: Any) -> tuple[int, int]:

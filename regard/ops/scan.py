@@ -6,10 +6,10 @@ from torch import Tensor
 
 from regard import backends
 from regard.backends import ScanCall, SelectiveScanCall
-from regard.masks.checks import describe
+from regard.checks import describe
+from regard.coordinates import can_read
 from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
-from regard.ops.packing import Ids, by_sequence, packed_lengths, starts_of
-from regard.sites import can_read
+from regard.ops.packing import Ids, by_sequence, packed_lengths, segment_starts_of
 from regard.transitions import check_log_decay
 
 __all__ = ["scan", "selective_scan"]
@@ -61,8 +61,8 @@ def scan(
     check_state(state, (batch if lengths is None else len(lengths), *x.shape[2:]), x)
     with without_autocast(x):
         if not lengths:
-            starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            call = ScanCall(x, log_a, state, starts)
+            segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
+            call = ScanCall(x, log_a, state, segment_starts)
             y, last = backends.dispatch(call, backend)
             y = y if y.numel() else tied(y, call.tensors)
             return y.to(x.dtype), last if lengths is None else last[:0]
@@ -139,8 +139,8 @@ def selective_scan(
     check_state(state, (batch if lengths is None else len(lengths), width, states), x)
     with without_autocast(x):
         if not lengths:
-            starts = None if lengths is not None else starts_of(segments, batch, tokens)
-            call = SelectiveScanCall(x, dt, A, B, C, D, state, starts)
+            segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
+            call = SelectiveScanCall(x, dt, A, B, C, D, state, segment_starts)
             y, last = backends.dispatch(call, backend)
             y = y if y.numel() else tied(y, call.tensors)
             return y.to(x.dtype), last if lengths is None else last[:0]

@@ -65,7 +65,7 @@ def test_slopes_tables_and_sums(backend, dtype):
     check(lambda t: RelativeTable(t, (8, 8)), [drawn(225, H)], dtype, backend)
     parts = [drawn(H).abs(), drawn(1, TK), drawn(1, H, TQ, 1), drawn(B, 1, 1, TK, seed=2)]
     check(lambda s, *rest: Sum((Alibi(s), *map(Dense, rest))), parts, dtype, backend)
-    check(lambda s, rows: (Dense(s) + Dense(rows)).moved(3), [drawn(1, TK + 3), drawn(TQ, TK + 3)], dtype, backend)
+    check(lambda s, rows: (Dense(s) + Dense(rows)).shifted(3), [drawn(1, TK + 3), drawn(TQ, TK + 3)], dtype, backend)
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "native"])

@@ -65,7 +65,11 @@ def test_leaves_are_named_and_a_tree_comes_back_whole(name, padded):
     for path, leaf in leaves:
         assert key_get(cache, path) is leaf
     names = {keystr(path) for path, _ in leaves}
-    assert {f".{own}" for own in cache.tensor_names} | {".log.keep", ".log.segments", ".log.counts"} == names
+    assert {f".{own}" for own in cache.tensor_names} | {
+        ".history.keep",
+        ".history.segments",
+        ".history.counts",
+    } == names
     back = _pytree.tree_unflatten([leaf for _, leaf in leaves], spec)
     same(back, cache)
     assert vars(back).keys() == vars(cache).keys() and repr(back) == repr(cache)
@@ -83,8 +87,8 @@ def test_a_map_over_the_leaves_moves_rows_and_devices(name):
     first = tree_map_only(torch.Tensor, lambda t: t[:1].clone(), cache)
     assert first.batch == 1 and cache.batch == 2
     first.reset()
-    moved = tree_map_only(torch.Tensor, lambda t: t.to("meta"), cache)
-    assert moved.log.device == torch.device("meta") and moved.nbytes == cache.nbytes
+    shifted = tree_map_only(torch.Tensor, lambda t: t.to("meta"), cache)
+    assert shifted.history.device == torch.device("meta") and shifted.nbytes == cache.nbytes
 
 
 def test_a_user_s_own_cache_is_a_pytree_too():

@@ -60,7 +60,7 @@ def gated_deltanet(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
         key_heads=key_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        taps=taps,
+        conv_size=taps,
         beta_max=2.0 if config.get("linear_allow_neg_eigval") else 1.0,
         norm=partial(GatedRMSNorm, eps=eps, gate=gate),
     )
@@ -104,7 +104,7 @@ def kda(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
         int(config["hidden_size"]),
         heads,
         key_dim=head_dim,
-        taps=taps,
+        conv_size=taps,
         beta_max=2.0 if config.get("linear_allow_neg_eigval") else 1.0,
         gates=KDAGates(low, *ranks, gate_bias=bias, eps=float(config["rms_norm_eps"])),
     )

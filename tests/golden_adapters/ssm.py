@@ -16,7 +16,7 @@ from golden_adapters.case import Case, Paths, Peer
 from golden_adapters.layers import State, keep_of, linears
 from golden_adapters.modules import Outputs, first_of, module_config
 from regard.mixers.recurrent import RecurrentLayer
-from regard.nn import Mamba, Mamba2, MambaShell, RMSNorm
+from regard.nn import Mamba, Mamba2, MambaConfig, RMSNorm
 
 # ---- layers with a state ---------------------------------------------------------------------------------------------
 
@@ -58,14 +58,14 @@ def shared_weights(peer: Peer) -> State:
     return state | {name: peer[f"weight.{name}"] for name in ("A_log", "D")}
 
 
-def shell_of(case: Case, state: State, config: dict[str, Any], eps: float = 1e-5) -> MambaShell:
+def shell_of(case: Case, state: State, config: dict[str, Any], eps: float = 1e-5) -> MambaConfig:
     taps = state["conv.weight"].shape[1]
     said = first_of(config, "conv_kernel", "mamba_d_conv")
     case.refuse_unless(said == taps, f"{said} taps for a kernel of {taps}")
     act = first_of(config, "mamba_hidden_act", "hidden_act")
     case.refuse_unless(act in ("silu", "swish"), f"hidden_act {act!r}")
     case.refuse_unless(("in_proj.bias" in state) == ("out_proj.bias" in state), "a bias in one projection only")
-    return MambaShell(taps=taps, conv_bias="conv.bias" in state, bias="in_proj.bias" in state, eps=eps)
+    return MambaConfig(conv_size=taps, conv_bias="conv.bias" in state, bias="in_proj.bias" in state, eps=eps)
 
 
 def mamba2_mixer(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:

@@ -40,7 +40,7 @@ def griffin(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
         int(config["hidden_size"]),
         int(config["num_attention_heads"]),
         width=int(config.get("lru_width") or config["hidden_size"]),
-        taps=int(config["conv1d_width"]),
+        conv_size=int(config["conv1d_width"]),
         activation=activation(config["hidden_activation"]),
     )
     return run_layer(case, wanted, layer, state, x, keep_of(case, peer), first_position(case, peer, x))

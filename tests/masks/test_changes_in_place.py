@@ -28,7 +28,7 @@ MAKERS = {
     "blocks": (lambda t: Blocks(t, 100), torch.eye(3) > 0, lambda t: t[0].fill_(True)),
     "global": (lambda t: Global(t), torch.arange(T) < 3, lambda t: t[200:].fill_(True)),
     "edges": (lambda t: Edges(t), torch.tensor([[0, 5, 200], [4, 5, 290]]), lambda t: t.add_(3)),
-    "nested": (lambda t: ~(Causal() & KeyLengths(t)).moved(2), torch.tensor([120, 7]), lambda t: t.add_(20)),
+    "nested": (lambda t: ~(Causal() & KeyLengths(t)).shifted(2), torch.tensor([120, 7]), lambda t: t.add_(20)),
 }
 HOW = {
     "in place": lambda t, change: change(t),

@@ -99,7 +99,7 @@ def test_sums_beyond_float16_before_a_norm():
 
 @DTYPES
 def test_convolutions_beyond_float16_before_a_norm_of_keys(dtype):
-    """Four taps of 9 over inputs of 9,000: 300,000 before queries and keys are brought to length 1."""
+    """Four conv_size of 9 over inputs of 9,000: 300,000 before queries and keys are brought to length 1."""
     torch.manual_seed(0)
     layer = DeltaNet(DIM, 2)
     with torch.no_grad():

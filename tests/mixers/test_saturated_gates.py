@@ -61,7 +61,7 @@ def test_a_small_step_in_front_of_a_large_rate():
         with torch.no_grad():
             layer.A_log.fill_(100.0)
             layer.dt_bias.fill_(-200.0)
-        still = copy.deepcopy(layer).double()
+        mask_padding = copy.deepcopy(layer).double()
         x, up = torch.randn(2, 1, 9, 16).unbind(0)
-        for one, other in zip(outcome(layer, x, up), outcome(still, x, up), strict=True):
+        for one, other in zip(outcome(layer, x, up), outcome(mask_padding, x, up), strict=True):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from regard.nn import (
     GLADecay,
     KDAGates,
     LinearAttention,
-    MambaShell,
+    MambaConfig,
     RMSNorm,
     Scores,
 )
@@ -147,7 +147,7 @@ def test_a_norm_without_eps_is_that_of_the_direction():
 
 @pytest.mark.parametrize("eps", [-1e-6, math.nan, math.inf])
 def test_norms_refuse_what_is_no_eps(eps):
-    makers = [RMSNorm, GatedRMSNorm, lambda n, eps: MambaShell(eps=eps), lambda n, eps: KDAGates(eps=eps)]
+    makers = [RMSNorm, GatedRMSNorm, lambda n, eps: MambaConfig(eps=eps), lambda n, eps: KDAGates(eps=eps)]
     for make in (*makers, lambda n, eps: Rebased(1, n, eps=eps)):
         with pytest.raises(ValueError, match="eps"):
             make(4, eps=eps)

@@ -18,7 +18,7 @@ from regard.biases import Alibi
 from regard.caches import KVCache
 from regard.masks import KeyLengths, KeyPadding
 from regard.positions import Rotary
-from regard.tokens import place
+from regard.tokens import resolve_tokens
 
 PAIRS = ((1, 128), (1, 339), (3, 256), (3, 799), (64, 256), (16, 400), (128, 128), (8, 300))
 LONG = ((3, 1024), (64, 800), (64, 2048), (16, 3000), (1, 8192), (16, 8192))
@@ -138,7 +138,7 @@ def test_the_librarys_own_cache(heads, look, size, style, pieces, dtype):
         cache, outs = KVCache(batch, tokens, kv_heads, size, size, dtype), []
         for part in zip(*(x.split(pieces, 2) for x in (q, k, v)), strict=True):
             count = part[0].shape[2]
-            placed = place(batch, count, q.device, log=cache.log, length=cache.length)
+            placed = resolve_tokens(batch, count, q.device, history=cache.history, length=cache.length)
             held = cache.extend(part[1], part[2], placed)
             outs.append(regard.attention(part[0], held.k, held.v, mask=mask))
             cache.commit(*held.fresh)

@@ -95,10 +95,10 @@ def check(given: dict[str, Tensor], scale: float | None, lengths: Sequence[int] 
 
     def call(*x):
         parts = dict(zip(names, x, strict=True))
-        moved = transition(parts.get("log_decay"), parts.get("beta"))
+        shifted = transition(parts.get("log_decay"), parts.get("beta"))
         segments = None if lengths is None else Segments.from_lengths(lengths)
         return regard.recurrence(
-            parts["q"], parts["k"], parts["v"], moved, state=parts["state"], scale=scale, segments=segments
+            parts["q"], parts["k"], parts["v"], shifted, state=parts["state"], scale=scale, segments=segments
         )
 
     expected = () if dtype == torch.float64 else ("native",)

@@ -505,7 +505,7 @@ def test_steps_of_the_state_space(states, groups, gate, dtype):
         state, ys = given["state"].transpose(2, 3).contiguous(), []
         for t in range(3):
             now = [each[:, :, t : t + 1] for each in (q, k, v)]
-            y, new = regard.recurrence(*now, Decay(decay[:, :, t : t + 1]), state=state, scale=1.0, into=state)
+            y, new = regard.recurrence(*now, Decay(decay[:, :, t : t + 1]), state=state, scale=1.0, state_out=state)
             assert new is state
             ys.append(y)
         y = torch.cat(ys, 2).transpose(1, 2) + (given["D"][:, None] * x).to(dtype)

@@ -159,9 +159,9 @@ def test_H33_a_row_does_not_depend_on_its_batch(kind, dtype, backend):
         return out.detach().double(), last.detach().double()
 
     alone, same, mixed = rows([3]), rows([3] * 8), rows(list(range(8)))
-    for one, many, among in zip(alone, same, mixed, strict=True):
+    for one, many, with_padding in zip(alone, same, mixed, strict=True):
         assert all(torch.equal(row, many[0]) for row in many)
-        for row in (many[0], among[3]):
+        for row in (many[0], with_padding[3]):
             assert float((row - one[0]).abs().max()) <= ulp * float(one.abs().max())
     assert all(torch.equal(a, b) for a, b in zip(rows(list(range(8))), mixed, strict=True))
 
@@ -206,8 +206,8 @@ def test_H34_function_transforms(kind):
     ways = tuple(0.1 * made(*x.shape, seed=8) for x in own)
     (_, last), tangents = torch.func.jvp(partial(outputs, kind), own, ways)
     step = 1e-6
-    moved = [outputs(kind, *(x + sign * step * way for x, way in zip(own, ways, strict=True))) for sign in (1, -1)]
-    for tangent, ahead, behind in zip(tangents, *moved, strict=True):
+    shifted = [outputs(kind, *(x + sign * step * way for x, way in zip(own, ways, strict=True))) for sign in (1, -1)]
+    for tangent, ahead, behind in zip(tangents, *shifted, strict=True):
         torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
     rows = [torch.stack([x, 0.5 * x, 0.1 * x]) for x in own]
     lifted = torch.func.vmap(partial(outputs, kind))(*rows)

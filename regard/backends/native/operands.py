@@ -20,13 +20,13 @@ from torch import Tensor
 from regard import biases, masks
 from regard.backends.call import AttentionCall
 from regard.biases import Bias, RelativeTable
-from regard.biases.base import Moved as MovedBias
+from regard.biases.base import Shifted as ShiftedBias
 from regard.biases.base import Sum
+from regard.coordinates import Coordinates, Packing, TileIndices, can_read, is_recording
 from regard.masks import And, Buckets, KeyLengths, KeyPadding, Mask, Or, Prefix, Segments
-from regard.masks.base import Moved, tensors_of
+from regard.masks.base import Shifted, tensors_of
+from regard.masks.block_layout import EMPTY, FULL, PARTIAL
 from regard.masks.intervals import EVERYTHING, Intervals
-from regard.masks.layout import EMPTY, FULL, PARTIAL
-from regard.sites import Frame, Packing, Site, can_read, is_recording
 
 __all__ = ["Operands", "definition", "operands_of", "unfit"]
 
@@ -86,7 +86,7 @@ def unfit(call: AttentionCall) -> str | None:
     if others and pairs * call.q.shape[1] > DENSE_LIMIT:
         return f"it would hold this bias densely, over {DENSE_LIMIT:,} entries"
     if relative and call.packing is None:
-        span = call.frame.start_range
+        span = call.coordinates.start_range
         if span is None:
             return "a bias by distance needs starts that are numbers, and these are traced"
         if span[1] - span[0] > DENSE_LIMIT:
@@ -119,14 +119,14 @@ def definition(operands: Operands) -> AttentionCall:
     """The same call for the reference backend: everything that is not q, k, v or a bias written out densely."""
     one, batch, q_heads = operands, operands.q.shape[0], operands.q.shape[1]
     q_len, k_len = one.q.shape[2], one.k.shape[2]
-    frame = Frame(batch, q_heads, q_len, k_len, one.q_start)
-    site = frame.site()
-    distance = site.i - site.j
+    coordinates = Coordinates(batch, q_heads, q_len, k_len, one.q_start)
+    indices = coordinates.indices()
+    distance = indices.i - indices.j
     allowed = (distance >= one.low) & (distance <= one.high)
     if one.prefix is not None:
-        allowed = allowed | (site.j < one.prefix.view(-1, 1, 1, 1))
+        allowed = allowed | (indices.j < one.prefix.view(-1, 1, 1, 1))
     if one.k_length is not None:
-        allowed = allowed & (site.j < one.k_length.view(-1, 1, 1, 1))
+        allowed = allowed & (indices.j < one.k_length.view(-1, 1, 1, 1))
     if one.keep is not None:
         allowed = allowed & one.keep[:, None, None, :]
     if one.q_segment is not None and one.k_segment is not None:
@@ -135,7 +135,7 @@ def definition(operands: Operands) -> AttentionCall:
         allowed = allowed & one.mask
     bias = one.bias
     if one.relative is not None:
-        vector = one.relative[site.h, one.relative_zero - distance]
+        vector = one.relative[indices.h, one.relative_zero - distance]
         bias = vector if bias is None else bias + vector
     return AttentionCall(
         one.q,
@@ -147,7 +147,7 @@ def definition(operands: Operands) -> AttentionCall:
         one.softcap or None,
         None,
         one.dropout_p,
-        frame,
+        coordinates,
         "other",
         True,
         one.seed,
@@ -173,7 +173,7 @@ class _Terms:
 def _terms(mask: Mask, kind: type[And] | type[Or], by: int = 0) -> list[tuple[Mask, int]]:
     if isinstance(mask, kind):
         return [term for part in mask.parts for term in _terms(part, kind, by)]
-    return _terms(mask.part, kind, by + mask.by) if isinstance(mask, Moved) else [(mask, by)]
+    return _terms(mask.part, kind, by + mask.by) if isinstance(mask, Shifted) else [(mask, by)]
 
 
 def _shift(packing: Packing) -> int | None:
@@ -223,12 +223,12 @@ def _is_prefixed(term: Or, by: int, found: _Terms) -> bool:
     """Whether ``|`` joins one interval of distances with prefixes; if so they are put into `found`."""
     offsets = Intervals(())
     prefix: list[tuple[Mask, int]] = []
-    for part, moved in _terms(term, Or, by):
+    for part, shifted in _terms(term, Or, by):
         own = part.offsets()
         if own is not None:
             offsets = offsets | own
         elif isinstance(part, (KeyLengths, Prefix)):
-            prefix.append((part, moved))
+            prefix.append((part, shifted))
         else:
             return False
     if len(offsets.ranges) > 1 or not prefix:
@@ -239,21 +239,21 @@ def _is_prefixed(term: Or, by: int, found: _Terms) -> bool:
 
 def _read_mask(call: AttentionCall) -> _Reading:
     """What the kernels read of the mask; remembered for the sizes last seen, so that layers share one reading."""
-    mask, frame = call.mask, call.frame
+    mask, coordinates = call.mask, call.coordinates
     watched = is_recording() or torch._C._len_torch_dispatch_stack()  # what is made then is not for other calls
-    if watched or not can_read(call.q) or isinstance(frame.q_start, Tensor):
+    if watched or not can_read(call.q) or isinstance(coordinates.q_start, Tensor):
         return _new_reading(call)
     inference = torch.is_inference_mode_enabled()  # tensors made in it cannot be saved for a backward pass
-    if frame.packing is None:
+    if coordinates.packing is None:
         if mask is None or call.pattern == "full":
-            return _interval(frame.batch, frame.q_start, -math.inf, math.inf, inference)
+            return _interval(coordinates.batch, coordinates.q_start, -math.inf, math.inf, inference)
         offsets = mask.offsets()
         if offsets is not None and len(offsets.ranges) == 1:
-            return _interval(frame.batch, frame.q_start, *offsets.ranges[0], inference)
+            return _interval(coordinates.batch, coordinates.q_start, *offsets.ranges[0], inference)
     assert mask is not None
     if not all(map(can_read, tensors_of(mask))):
         return _new_reading(call)
-    key = (frame.batch, frame.heads, frame.q_len, frame.k_len, frame.q_start, inference)
+    key = (coordinates.batch, coordinates.heads, coordinates.q_len, coordinates.k_len, coordinates.q_start, inference)
     known = mask._memo.get("native")
     if known is None or known[0] != key:
         known = mask._memo["native"] = (key, _new_reading(call))
@@ -263,11 +263,11 @@ def _read_mask(call: AttentionCall) -> _Reading:
 
 def _new_reading(call: AttentionCall) -> _Reading:
     batch, _, _, _, k_len, _ = call.sizes
-    terms, frame = _sorted_terms(call), call.frame
-    start = frame.q_start if frame.packing is None else _shift(frame.packing) or 0
-    q_segment, k_segment = _segments(terms.labels[0], frame) if terms.labels else (None, None)
+    terms, coordinates = _sorted_terms(call), call.coordinates
+    start = coordinates.q_start if coordinates.packing is None else _shift(coordinates.packing) or 0
+    q_segment, k_segment = _segments(terms.labels[0], coordinates) if terms.labels else (None, None)
     keeps = [mask.keep[:, by : by + k_len] for mask, by in terms.keeps]
-    dense = _dense(terms, frame)
+    dense = _dense(terms, coordinates)
     low, high = _ends(*(terms.offsets.ranges[0] if terms.offsets.ranges else (1.0, 0.0)))
     return _Reading(
         _numbers(start, call.q),
@@ -304,35 +304,35 @@ def _counts(terms: list[tuple[Mask, int]], like: Tensor) -> list[Tensor]:
     return [_numbers(term.n, like) - by for term, by in terms]  # type: ignore[attr-defined]
 
 
-def _segments(term: tuple[Segments | Buckets, int], frame: Frame) -> tuple[Tensor, Tensor]:
+def _segments(term: tuple[Segments | Buckets, int], coordinates: Coordinates) -> tuple[Tensor, Tensor]:
     """Labels of every query row (B, Tq) and key column (B, Tk)."""
     mask, by = term
     q_ids, k_ids = mask.q_ids.to(torch.int64), mask.k_ids
     if k_ids is None:  # per key slot: a query reads the label of its own slot, and has none outside of them
-        slots = frame.site().i.flatten(1) + by  # (B | 1, Tq)
+        slots = coordinates.indices().i.flatten(1) + by  # (B | 1, Tq)
         last = q_ids.shape[-1] - 1
         ids = q_ids.expand(slots.shape[0], -1) if q_ids.ndim == 1 else q_ids
         slots = slots.expand(ids.shape[0], -1)
         k_ids = q_ids
         inside = (slots >= 0) & (slots <= last)
         q_ids = torch.where(inside, ids.gather(1, slots.clamp(0, max(last, 0))), LOWEST) if last >= 0 else slots
-    k_ids = k_ids.to(torch.int64)[..., by : by + frame.k_len]
-    shapes = (q_ids, frame.q_len), (k_ids, frame.k_len)
-    q, k = (ids.expand(frame.batch, length).contiguous() for ids, length in shapes)
+    k_ids = k_ids.to(torch.int64)[..., by : by + coordinates.k_len]
+    shapes = (q_ids, coordinates.q_len), (k_ids, coordinates.k_len)
+    q, k = (ids.expand(coordinates.batch, length).contiguous() for ids, length in shapes)
     return q, k
 
 
-def _dense(terms: _Terms, frame: Frame) -> Tensor | None:
+def _dense(terms: _Terms, coordinates: Coordinates) -> Tensor | None:
     """The terms that are tensors or have no other form, as one bool tensor (B | 1, H | 1, Tq | 1, Tk | 1)."""
     if not (terms.dense or terms.others):
         return None
     parts = []
     for given, by in terms.dense:
         whole = given.tensor if given.tensor.ndim == 4 else given.tensor[None, None]
-        parts.append(whole[..., by : by + frame.k_len] if whole.shape[3] > 1 else whole)
+        parts.append(whole[..., by : by + coordinates.k_len] if whole.shape[3] > 1 else whole)
     if terms.others:
-        site = frame.site()
-        parts += [_four(other.allows_at(site.moved(by) if by else site)) for other, by in terms.others]
+        indices = coordinates.indices()
+        parts += [_four(other.allows_at(indices.shifted(by) if by else indices)) for other, by in terms.others]
     return functools.reduce(operator.and_, parts)
 
 
@@ -362,7 +362,7 @@ def _read_bias(call: AttentionCall) -> tuple[Tensor | None, Tensor | None, int]:
     """The dense bias, the bias by distance, and the place of distance 0 in that."""
     relative, dense, others = _sorted_biases(call)
     parts = [bias.tensor.to(torch.float32) for bias in dense]
-    parts += [bias.scores(call.frame.site(), torch.float32) for bias in others]
+    parts += [bias.scores(call.coordinates.indices(), torch.float32) for bias in others]
     written = functools.reduce(operator.add, map(_four, parts)) if parts else None
     return written, *(_by_distance(call, relative) if relative else (None, 0))
 
@@ -389,7 +389,7 @@ def _summands(bias: Bias) -> list[Bias]:
 
 def _distance_only(bias: Bias) -> Bias | None:
     """The bias, or what it moves, if it depends on ``i - j`` alone."""
-    if isinstance(bias, MovedBias):
+    if isinstance(bias, ShiftedBias):
         return _distance_only(bias.part)
     return bias if bias.relative or (isinstance(bias, RelativeTable) and len(bias.size) == 1) else None
 
@@ -400,12 +400,12 @@ def _by_distance(call: AttentionCall, parts: list[Bias]) -> tuple[Tensor, int]:
     if call.packing is not None:
         span = (_shift(call.packing) or 0,) * 2
     else:
-        assert call.frame.start_range is not None
-        span = call.frame.start_range
+        assert call.coordinates.start_range is not None
+        span = call.coordinates.start_range
     zero = span[1] + q_len - 1
     j = torch.arange(-zero, max(k_len - span[0], -zero), device=device).view(1, 1, 1, -1)  # none without pairs
     i = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     h = torch.arange(call.q.shape[1], device=device).view(1, -1, 1, 1)
-    site = Site(i, h, i, j, i, j)
-    values = functools.reduce(operator.add, (part.scores(site, torch.float32) for part in parts))
+    indices = TileIndices(i, h, i, j, i, j)
+    values = functools.reduce(operator.add, (part.scores(indices, torch.float32) for part in parts))
     return values.expand(1, call.q.shape[1], 1, j.shape[3])[0, :, 0].contiguous(), zero

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.backends.call import recorded_gradients
 from regard.backends.native.library import fresh
-from regard.sites import is_recording
+from regard.coordinates import is_recording
 
 __all__ = ["Operator", "Outputs", "address", "is_watched", "room"]
 

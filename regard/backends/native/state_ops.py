@@ -53,7 +53,7 @@ class _Recurrence(NamedTuple):
     beta: Tensor | None
     log_decay: Tensor | None
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
     scale: float
 
 
@@ -69,12 +69,16 @@ def run_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     if decay is not None and decay.ndim == 4:
         decay = _unit(decay)
     state = _wide(call.state)
-    operands = _Recurrence(q, k, v, beta, decay, None if state is None else state.contiguous(), call.starts, call.scale)
-    if call.into is not None and not is_watched((*operands[:-1], call.into)):  # no gradients: nothing to record
+    operands = _Recurrence(
+        q, k, v, beta, decay, None if state is None else state.contiguous(), call.segment_starts, call.scale
+    )
+    if call.state_out is not None and not is_watched(
+        (*operands[:-1], call.state_out)
+    ):  # no gradients: nothing to record
         out, _, kept = _empty_recurrence(operands, False)
         library.fresh(out)
-        _recurrence_forward(operands, (out, call.into, kept))
-        return out, call.into
+        _recurrence_forward(operands, (out, call.state_out, kept))
+        return out, call.state_out
     return _recurrence(operands)[:2]
 
 
@@ -90,7 +94,7 @@ def _empty_recurrence(one: _Recurrence, keep: bool) -> Outputs:
 
 
 def _recurrence_record(one: _Recurrence, outputs: Outputs) -> bytes:
-    q, k, v, beta, decay, state, starts, scale = one
+    q, k, v, beta, decay, state, segment_starts, scale = one
     out, last, kept = outputs
     batch, heads, tokens, value_dim = v.shape
     channel = decay is not None and decay.ndim == 4
@@ -101,7 +105,7 @@ def _recurrence_record(one: _Recurrence, outputs: Outputs) -> bytes:
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3]),
         *(address(beta), *((0, 0, 0) if beta is None else beta.stride())),
         *(address(decay), *((0, 0, 0) if decay is None else decay.stride()[:3])),
-        *(address(starts), address(state), last.data_ptr(), address(kept), kept.numel()),
+        *(address(segment_starts), address(state), last.data_ptr(), address(kept), kept.numel()),
     )
 
 
@@ -140,7 +144,7 @@ class _Scan(NamedTuple):
     log_a: Tensor
     x: Tensor
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
 
 
 def run_scan(call: ScanCall) -> tuple[Tensor, Tensor]:
@@ -150,7 +154,7 @@ def run_scan(call: ScanCall) -> tuple[Tensor, Tensor]:
     x = call.x.float()
     log_a, state = call.log_a.float().expand_as(x), _wide(call.state)
     state = None if state is None else state.contiguous()
-    return _scan(_Scan(log_a.contiguous(), x.contiguous(), state, call.starts))[:2]
+    return _scan(_Scan(log_a.contiguous(), x.contiguous(), state, call.segment_starts))[:2]
 
 
 def _empty_scan(one: _Scan, keep: bool) -> Outputs:
@@ -160,7 +164,7 @@ def _empty_scan(one: _Scan, keep: bool) -> Outputs:
 
 def _scan_record(one: _Scan, outputs: Outputs) -> bytes:
     batch, tokens = one.x.shape[:2]
-    pointers = (address(t) for t in (one.log_a, one.x, one.starts, one.state, outputs[0], outputs[1]))
+    pointers = (address(t) for t in (one.log_a, one.x, one.segment_starts, one.state, outputs[0], outputs[1]))
     return SCAN.pack(batch, tokens, one.x.numel() // (batch * tokens), *pointers)
 
 
@@ -175,7 +179,7 @@ def _scan_backward(one: _Scan, outputs: Outputs, d_y: Tensor, d_last: Tensor | N
 
 
 def _plain_scan(one: _Scan) -> tuple[Tensor, Tensor]:
-    return blocked_scan(ScanCall(one.x, one.log_a, one.state, one.starts))
+    return blocked_scan(ScanCall(one.x, one.log_a, one.state, one.segment_starts))
 
 
 _scan = Operator("scan", _Scan, 3, empty=_empty_scan, forward=_scan_forward, backward=_scan_backward, plain=_plain_scan)
@@ -192,7 +196,7 @@ class _Selective(NamedTuple):
     C: Tensor
     D: Tensor | None
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
 
 
 def run_selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
@@ -201,7 +205,7 @@ def run_selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
         return reference.run(call)
     x, dt, A, B, C = (t.float().contiguous() for t in (call.x, call.dt, call.A, call.B, call.C))
     D, state = (None if t is None else t.float().contiguous() for t in (call.D, call.state))
-    return _selective(_Selective(x, dt, A, B, C, D, state, call.starts))[:2]
+    return _selective(_Selective(x, dt, A, B, C, D, state, call.segment_starts))[:2]
 
 
 def _empty_selective(one: _Selective, keep: bool) -> Outputs:
@@ -214,7 +218,7 @@ def _empty_selective(one: _Selective, keep: bool) -> Outputs:
 
 def _selective_record(one: _Selective, outputs: Outputs) -> bytes:
     y, last, kept = outputs
-    pointers = (address(t) for t in (*one[:6], one.starts, one.state, y, last, kept))
+    pointers = (address(t) for t in (*one[:6], one.segment_starts, one.state, y, last, kept))
     return SELECTIVE.pack(*one.x.shape, one.A.shape[1], *pointers, kept.numel())
 
 
@@ -257,7 +261,7 @@ class _Conv(NamedTuple):
     taps: Tensor
     bias: Tensor | None
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
 
 
 def run_conv(call: ShortConvCall) -> tuple[Tensor, Tensor]:
@@ -266,7 +270,7 @@ def run_conv(call: ShortConvCall) -> tuple[Tensor, Tensor]:
         return reference.run(call)
     x, taps = _unit(call.x.float()), call.weight.float().t().contiguous()
     bias, state = (None if t is None else t.float().contiguous() for t in (call.bias, call.state))
-    return _conv(_Conv(x, taps, bias, state, call.starts))[:2]
+    return _conv(_Conv(x, taps, bias, state, call.segment_starts))[:2]
 
 
 def _empty_conv(one: _Conv, keep: bool) -> Outputs:
@@ -275,7 +279,7 @@ def _empty_conv(one: _Conv, keep: bool) -> Outputs:
 
 
 def _conv_record(one: _Conv, outputs: Outputs) -> bytes:
-    pointers = (address(t) for t in (one.taps, one.bias, one.starts, one.state, outputs[0]))
+    pointers = (address(t) for t in (one.taps, one.bias, one.segment_starts, one.state, outputs[0]))
     return CONV.pack(*one.x.shape, one.taps.shape[0], one.x.data_ptr(), *one.x.stride()[:2], *pointers)
 
 
@@ -294,7 +298,7 @@ def _conv_backward(one: _Conv, outputs: Outputs, d_y: Tensor, d_last: Tensor | N
 
 
 def _plain_conv(one: _Conv) -> tuple[Tensor, Tensor]:
-    return reference.convolution(ShortConvCall(one.x, one.taps.t(), one.bias, one.state, one.starts))
+    return reference.convolution(ShortConvCall(one.x, one.taps.t(), one.bias, one.state, one.segment_starts))
 
 
 _conv = Operator(

@@ -22,7 +22,7 @@ class StateCall:
     operation: ClassVar[str]
     first: ClassVar[str] = "x"  # the name of the first tensor
     state: Tensor | None
-    starts: Tensor | None  # bool (B, T): the token opens a segment, so the state is zeroed before it
+    segment_starts: Tensor | None  # bool (B, T): the token opens a segment, so the state is zeroed before it
 
     @property
     def lead(self) -> Tensor:
@@ -84,10 +84,10 @@ class RecurrenceCall(StateCall):
     beta: Tensor | None
     log_decay: Tensor | None
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
     scale: float
     chunk_size: int | None
-    into: Tensor | None = None  # where the last state may be put; only without gradients
+    state_out: Tensor | None = None  # where the last state may be put; only without gradients
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -110,7 +110,7 @@ class ScanCall(StateCall):
     x: Tensor
     log_a: Tensor
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class SelectiveScanCall(StateCall):
     C: Tensor
     D: Tensor | None
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class ShortConvCall(StateCall):
     weight: Tensor
     bias: Tensor | None
     state: Tensor | None
-    starts: Tensor | None
+    segment_starts: Tensor | None
 
     @property
     def line(self) -> Tensor:

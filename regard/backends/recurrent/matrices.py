@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.backends.recurrent.call import RecurrenceCall
-from regard.sites import can_read
+from regard.coordinates import can_read
 
 __all__ = ["chunked_recurrence"]
 
@@ -101,18 +101,18 @@ def _chunk_length(given: int | None, tokens: int) -> int:
 
 
 def _decays(call: RecurrenceCall, chunks: Any, group: int, dtype: torch.dtype) -> _Decays:
-    log_decay, starts = call.log_decay, None if call.starts is None else call.starts[:, None]
-    if log_decay is None and starts is not None:
-        log_decay = torch.zeros_like(starts, dtype=dtype)
+    log_decay, segment_starts = call.log_decay, None if call.segment_starts is None else call.segment_starts[:, None]
+    if log_decay is None and segment_starts is not None:
+        log_decay = torch.zeros_like(segment_starts, dtype=dtype)
     if log_decay is None:
         return _Decays(None, None, dtype)
     log_decay = log_decay.double()  # first: the gradient of what is expanded adds up in it
     if log_decay.ndim == 1:
         log_decay = log_decay[None, :, None]
-        log_decay = log_decay + log_decay.new_zeros(call.sizes[3] if starts is None else starts.shape)
+        log_decay = log_decay + log_decay.new_zeros(call.sizes[3] if segment_starts is None else segment_starts.shape)
     resets = log_decay < FORGOTTEN[dtype]
-    if starts is not None:
-        resets = resets | (starts if log_decay.ndim == 3 else starts[..., None])
+    if segment_starts is not None:
+        resets = resets | (segment_starts if log_decay.ndim == 3 else segment_starts[..., None])
     log_decay = torch.where(resets, 0.0, log_decay)
     heads = group if log_decay.shape[1] > 1 or group == 1 else 1
     sums, counts = chunks(log_decay, heads), None

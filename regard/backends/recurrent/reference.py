@@ -41,11 +41,11 @@ def run(call: StateCall) -> tuple[Tensor, Tensor]:
     return call.result(_selective_scan(call))
 
 
-def _opened(state: Tensor, starts: Tensor | None, t: int) -> Tensor:
+def _reset_at(state: Tensor, segment_starts: Tensor | None, t: int) -> Tensor:
     """What token t reads of the state (decayed): 0 in rows where it opens a segment, whatever was before."""
-    if starts is None:
+    if segment_starts is None:
         return state
-    return torch.where(starts[:, t].view(-1, *[1] * (state.ndim - 1)), 0.0, state)
+    return torch.where(segment_starts[:, t].view(-1, *[1] * (state.ndim - 1)), 0.0, state)
 
 
 def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
         if decay is not None:
             now = decay if decay.ndim == 1 else decay[:, :, t]
             state = torch.exp(now[..., None] if decay.ndim == 4 else now[..., None, None]) * state
-        state = _opened(state, call.starts, t)
+        state = _reset_at(state, call.segment_starts, t)
         key, value = k[:, :, t, :, None], v[:, :, t, None, :]
         if beta is not None:
             value = beta[:, :, t, None, None] * (value - (key * state).sum(-2, keepdim=True))
@@ -76,7 +76,7 @@ def _scan(call: ScanCall) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(x.shape[1]):
         a = torch.exp(log_a[:, t if log_a.shape[1] > 1 else 0])
-        state = _opened(a * state, call.starts, t) + x[:, t]
+        state = _reset_at(a * state, call.segment_starts, t) + x[:, t]
         outs.append(state)
     return torch.stack(outs, 1) if outs else x, state
 
@@ -87,7 +87,9 @@ def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
     outs = []
     for t in range(x.shape[1]):
         step = dt[:, t, :, None]
-        state = _opened(torch.exp(step * A) * state, call.starts, t) + step * x[:, t, :, None] * B[:, t, None, :]
+        state = (
+            _reset_at(torch.exp(step * A) * state, call.segment_starts, t) + step * x[:, t, :, None] * B[:, t, None, :]
+        )
         outs.append((state * C[:, t, None, :]).sum(-1))
     out = torch.stack(outs, 1) if outs else x
     return out if call.D is None else out + call.D.to(dtype) * x, state
@@ -95,13 +97,15 @@ def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
 
 def convolution(call: ShortConvCall) -> tuple[Tensor, Tensor]:
     """(y, the inputs before and in the call): a fused multiply-add a tap, oldest first, as torch's own convolution."""
-    (batch, tokens, channels), reach, line = call.x.shape, call.weight.shape[1] - 1, call.line
+    (batch, tokens, channels), earlier, line = call.x.shape, call.weight.shape[1] - 1, call.line
     weight = call.weight.to(line.dtype)
-    number = None if call.starts is None else torch.nn.functional.pad(call.starts.cumsum(1), (reach, 0))
+    number = (
+        None if call.segment_starts is None else torch.nn.functional.pad(call.segment_starts.cumsum(1), (earlier, 0))
+    )
     y = (line.new_zeros(()) if call.bias is None else call.bias.to(line.dtype)).expand(batch, tokens, channels)
-    for tap in range(reach + 1):
+    for tap in range(earlier + 1):
         inputs = line[:, tap : tap + tokens]
-        if number is not None and tap < reach:
-            inputs = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], inputs, 0.0)
+        if number is not None and tap < earlier:
+            inputs = torch.where((number[:, tap : tap + tokens] == number[:, earlier:])[..., None], inputs, 0.0)
         y = torch.addcmul(y, inputs, weight[:, tap])
     return y, line

@@ -29,8 +29,8 @@ def blocked_scan(call: ScanCall) -> tuple[Tensor, Tensor]:
     """(y, last state), both in the compute dtype."""
     dtype = call.compute_dtype
     a = torch.exp(call.log_a.to(dtype))
-    if call.starts is not None:
-        a = torch.where(call.starts.view(*call.starts.shape, *[1] * (a.ndim - 2)), 0.0, a)
+    if call.segment_starts is not None:
+        a = torch.where(call.segment_starts.view(*call.segment_starts.shape, *[1] * (a.ndim - 2)), 0.0, a)
     return _scan(a, call.x.to(dtype), call.first_state())
 
 
@@ -38,12 +38,14 @@ def blocked_selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
     """(y, last state), both in the compute dtype."""
     dtype, state, tokens = call.compute_dtype, call.first_state(), call.x.shape[1]
     pieces = [each.to(dtype).split(BLOCK, 1) for each in (call.x, call.dt, call.B, call.C)]
-    starts = [None] * -(-tokens // BLOCK) if call.starts is None else call.starts.split(BLOCK, 1)
+    segment_starts = (
+        [None] * -(-tokens // BLOCK) if call.segment_starts is None else call.segment_starts.split(BLOCK, 1)
+    )
     again = call.wants_grad and not call.transformed
     A = call.A.to(dtype)  # once: the blocks' gradients add up in the compute dtype
     outs = []
-    for x, dt, B, C, opened in zip(*pieces, starts, strict=True) if tokens else ():
-        arguments = (x, dt, A, B, C, state, opened)
+    for x, dt, B, C, begins in zip(*pieces, segment_starts, strict=True) if tokens else ():
+        arguments = (x, dt, A, B, C, state, begins)
         out, state = _again(*arguments) if again else _block(*arguments)
         outs.append(out)
     out = torch.cat(outs, 1) if outs else call.x.to(dtype)
@@ -82,10 +84,10 @@ def _again(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _block(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, starts: Tensor | None
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, segment_starts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     a = torch.exp(dt.unsqueeze(-1) * A)
-    if starts is not None:
-        a = torch.where(starts[..., None, None], 0.0, a)
+    if segment_starts is not None:
+        a = torch.where(segment_starts[..., None, None], 0.0, a)
     h, last = _scan(a, (dt * x).unsqueeze(-1) * B.unsqueeze(-2), state)
     return (h @ C.unsqueeze(-1)).squeeze(-1), last

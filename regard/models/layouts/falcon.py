@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.biases import Bias, alibi_slopes
+from regard.checks import pick
+from regard.coordinates import TileIndices
 from regard.masks import Causal
-from regard.masks.checks import pick
 from regard.mixers.parts import Projections, Scores
 from regard.models.blocks import Embedding, Parallel, PreNorm
 from regard.models.config import Config
@@ -24,7 +25,6 @@ from regard.models.layouts.rotary import rotary_from_config
 from regard.models.tables import FusedQKV, expand, fused, same
 from regard.nn import MultiHeadAttention
 from regard.positions import Rotary
-from regard.sites import Site
 
 __all__ = ["FALCON", "RoundedAlibi"]
 
@@ -44,19 +44,19 @@ class RoundedAlibi(Bias):
     def with_tensors(self, tensors: Sequence[Tensor]) -> RoundedAlibi:
         return RoundedAlibi(tensors[0], self.scale, self.counted)
 
-    def among(self, keep: Tensor | None) -> RoundedAlibi:
+    def with_padding(self, keep: Tensor | None) -> RoundedAlibi:
         counted = None if keep is None else (keep.cumsum(1) - 1).clamp(min=0)
         return RoundedAlibi(self.slopes, self.scale, counted)
 
-    def _place(self, site: Site) -> Tensor:
-        return site.j if self.counted is None else pick(self.counted, site.b, site.col)
+    def _place(self, indices: TileIndices) -> Tensor:
+        return indices.j if self.counted is None else pick(self.counted, indices.b, indices.col)
 
-    def scores(self, site: Site, dtype: torch.dtype) -> Tensor:
+    def scores(self, indices: TileIndices, dtype: torch.dtype) -> Tensor:
         coarse = torch.bfloat16
-        return (self.slopes.to(coarse)[site.h] * self._place(site).to(coarse)).to(dtype) * self.scale
+        return (self.slopes.to(coarse)[indices.h] * self._place(indices).to(coarse)).to(dtype) * self.scale
 
-    def accumulate(self, site: Site, grad: Tensor, into: Sequence[Tensor]) -> None:
-        into[0].add_((grad * self._place(site) * self.scale).sum((0, 2, 3)).to(into[0].dtype))
+    def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
+        out[0].add_((grad * self._place(indices) * self.scale).sum((0, 2, 3)).to(out[0].dtype))
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         if heads != self.head_count():

@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from regard.masks import Causal
-from regard.mixers.parts import MambaShell, RMSNorm, Scores
+from regard.mixers.parts import MambaConfig, RMSNorm, Scores
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.llama import Shape, attention_rows, read_shape
@@ -39,7 +39,7 @@ class _Mamba:
     state: int
     rank: int
     eps: float
-    shell: MambaShell
+    shell: MambaConfig
 
     def __call__(self) -> nn.Module:
         norm = partial(RMSNorm, eps=self.eps)
@@ -61,8 +61,8 @@ NORMED = {"dt": "dt", "b": "B", "c": "C"}
 
 def _mamba(c: Config, dim: int, eps: float) -> _Mamba:
     rank = -(-dim // 16) if c.get("mamba_dt_rank", "auto") in ("auto", None) else c.count("mamba_dt_rank", 1)
-    shell = MambaShell(
-        taps=c.count("mamba_d_conv", 4),
+    shell = MambaConfig(
+        conv_size=c.count("mamba_d_conv", 4),
         conv_bias=c.flag("mamba_conv_bias", True),
         bias=c.flag("mamba_proj_bias", False),
     )

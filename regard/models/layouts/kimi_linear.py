@@ -59,11 +59,13 @@ class Delta:
     dim: int
     heads: int
     head_dim: int
-    taps: int
+    conv_size: int
     gates: KDAGates
 
     def __call__(self) -> nn.Module:
-        return KimiDeltaAttention(self.dim, self.heads, key_dim=self.head_dim, taps=self.taps, gates=self.gates)
+        return KimiDeltaAttention(
+            self.dim, self.heads, key_dim=self.head_dim, conv_size=self.conv_size, gates=self.gates
+        )
 
     def rows(self, stored: str, out: str = "o_proj") -> list[Row]:
         """Its table but for ``A_log``, whose axes the families store differently."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.mixers.parts import MambaShell, RMSNorm
+from regard.mixers.parts import MambaConfig, RMSNorm
 from regard.models.blocks import Embedding, MixerOnly
 from regard.models.config import Config
 from regard.models.decoder import Decoder
@@ -76,8 +76,8 @@ def _mamba2(c: Config, has: Callable[[str], bool]) -> Plan:
     c.only("hidden_act", ("silu", "swish"), "the convolution's activation")
     c.only("rms_norm", (True,), "the gated norm")
     eps, tied = c.number("layer_norm_epsilon", 1e-5, least=0.0), c.flag("tie_word_embeddings", False)
-    shell = MambaShell(
-        taps=c.count("conv_kernel", 4),
+    shell = MambaConfig(
+        conv_size=c.count("conv_kernel", 4),
         conv_bias=c.flag("use_conv_bias", True),
         bias=c.flag("use_bias", False),
         eps=eps,

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from regard.coordinates import plain_tensors
 from regard.decays import lightning_slopes
 from regard.masks import Causal, Mask, Window
 from regard.mixers.parts import RMSNorm, Scores
@@ -21,7 +22,6 @@ from regard.models.layouts.stacks import NUMBERED, Experts, Layer, Stack, kinds_
 from regard.models.tables import Derived, FusedQKV, Row, same
 from regard.nn import LightningAttention, MultiHeadAttention
 from regard.positions import Rotary
-from regard.sites import plain_tensors
 
 __all__ = ["MINIMAX"]
 

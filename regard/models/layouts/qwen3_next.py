@@ -31,7 +31,7 @@ class _Delta:
     heads: int
     key_dim: int
     value_dim: int
-    taps: int
+    conv_size: int
     eps: float
 
     def __call__(self) -> nn.Module:
@@ -41,7 +41,7 @@ class _Delta:
             key_heads=self.key_heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,
-            taps=self.taps,
+            conv_size=self.conv_size,
             norm=partial(GatedRMSNorm, eps=self.eps),
         )
 

@@ -37,7 +37,7 @@ GATES = {"recurrence_gate": "recurrent_gate", "input_gate": "input_gate"}
 class _Parts:
     shape: Shape
     width: int
-    taps: int
+    conv_size: int
     hidden: int
     act: str
     eps: float
@@ -56,7 +56,9 @@ class _Parts:
 
     def recurrent(self) -> GriffinRecurrent:
         s = self.shape
-        return GriffinRecurrent(s.dim, s.heads, width=self.width, taps=self.taps, activation=activation(self.act))
+        return GriffinRecurrent(
+            s.dim, s.heads, width=self.width, conv_size=self.conv_size, activation=activation(self.act)
+        )
 
     def attention(self) -> MultiHeadAttention:
         s = self.shape
@@ -120,7 +122,7 @@ def _recurrent_gemma(c: Config, has: Callable[[str], bool]) -> Plan:
     parts = _Parts(
         shape=s,
         width=width,
-        taps=c.count("conv1d_width", 4),
+        conv_size=c.count("conv1d_width", 4),
         hidden=hidden // 2,
         act=c.name("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
         eps=c.number("rms_norm_eps", 1e-6, least=0.0),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from regard.coordinates import plain_tensors
 from regard.errors import CheckpointError
 from regard.models.config import Config, naming
 from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling, plain_eager
-from regard.sites import plain_tensors
 
 __all__ = ["RotaryWithinContext", "rotary_from_config"]
 

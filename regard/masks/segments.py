@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from regard.checks import fits_ids, is_ids, label, lengths, same_label
+from regard.coordinates import Packing, TileBounds, TileIndices
 from regard.masks.base import Mask
-from regard.masks.checks import fits_ids, is_ids, label, lengths, same_label
-from regard.sites import Packing, Site, Span
 
 __all__ = ["Buckets", "Segments"]
 
@@ -30,11 +30,11 @@ class Buckets(Mask):
         fits_ids(f"{type(self).__name__}.q_ids", self.q_ids, batch, heads, q_len)
         fits_ids(f"{type(self).__name__}.k_ids", self.k_ids, batch, heads, k_len)
 
-    def allows_at(self, site: Site) -> Tensor:
-        return label(self.q_ids, site, site.row) == label(self.k_ids, site, site.col)
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return label(self.q_ids, indices, indices.row) == label(self.k_ids, indices, indices.col)
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
-        return same_label(self, (self.q_ids, span.rows), (self.k_ids, span.cols))
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        return same_label(self, (self.q_ids, box.rows), (self.k_ids, box.cols))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +94,21 @@ class Segments(Mask):
             fits_ids("Segments.q_ids", self.q_ids, batch, heads, q_len)
             fits_ids("Segments.k_ids", self.k_ids, batch, heads, k_len)
 
-    def allows_at(self, site: Site) -> Tensor:
+    def allows_at(self, indices: TileIndices) -> Tensor:
         if self.k_ids is not None:
-            return label(self.q_ids, site, site.row) == label(self.k_ids, site, site.col)
+            return label(self.q_ids, indices, indices.row) == label(self.k_ids, indices, indices.col)
         last = self.q_ids.shape[-1] - 1  # a query may stand outside the keys' slots: it belongs to no segment
-        inside = (site.i >= 0) & (site.i <= last)
-        return (label(self.q_ids, site, site.i.clamp(0, max(last, 0))) == label(self.q_ids, site, site.j)) & inside
+        inside = (indices.i >= 0) & (indices.i <= last)
+        return (
+            label(self.q_ids, indices, indices.i.clamp(0, max(last, 0))) == label(self.q_ids, indices, indices.j)
+        ) & inside
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         if self.k_ids is not None:
-            return same_label(self, (self.q_ids, span.rows), (self.k_ids, span.cols))
-        low, high, length = span.i_low, span.i_high + 1, self.q_ids.shape[-1]
+            return same_label(self, (self.q_ids, box.rows), (self.k_ids, box.cols))
+        low, high, length = box.i_low, box.i_high + 1, self.q_ids.shape[-1]
         if high <= 0 or low >= length:
             return False, False
         inside = (max(low, 0), min(high, length))
-        some, every = same_label(self, (self.q_ids, inside), (self.q_ids, (span.j_low, span.j_high + 1)))
+        some, every = same_label(self, (self.q_ids, inside), (self.q_ids, (box.j_low, box.j_high + 1)))
         return some, every and inside == (low, high)

@@ -2,8 +2,8 @@
 
 A call has ``Tq`` query rows and ``Tk`` key columns. Row ``r`` stands at slot ``i = q_start + r`` and column ``c`` at
 slot ``j = c`` (``q_start`` defaults to ``Tk - Tq``: the queries are the last slots). In a packed call (`Packing`)
-``i`` and ``j`` are counted inside each segment instead. A `Site` is one tile of pairs as index tensors; a `Span` is
-the same tile as integer ranges, which is all that a block layout needs.
+``i`` and ``j`` are counted inside each segment instead. `Coordinates` knows this for a whole call and hands it out tile
+by tile: as index tensors (`TileIndices`), or as integer ranges (`TileBounds`), which is all that a block layout needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-__all__ = ["Frame", "Packing", "Site", "Span", "can_read", "has_values", "is_recording", "plain_tensors"]
+__all__ = [
+    "Coordinates",
+    "Packing",
+    "TileIndices",
+    "TileBounds",
+    "can_read",
+    "has_values",
+    "is_recording",
+    "plain_tensors",
+]
 
 
 _KEYS = torch._C._TorchDispatchModeKey
@@ -53,7 +62,7 @@ def plain_tensors() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Site:
+class TileIndices:
     """A tile of (query, key) pairs as integer tensors that broadcast against ``(B, H, rows, columns)``."""
 
     b: Tensor
@@ -64,14 +73,14 @@ class Site:
     col: Tensor  # the key's column in the call
     origin: tuple[int, int] = (0, 0)  # the tile's first row and column
 
-    def moved(self, by: int) -> Site:
-        """The same pairs in a frame whose slots and columns start `by` earlier."""
+    def shifted(self, by: int) -> TileIndices:
+        """The same pairs in coordinates whose slots and columns start `by` earlier."""
         origin = (self.origin[0], self.origin[1] + by)
-        return Site(self.b, self.h, self.i + by, self.j + by, self.row, self.col + by, origin)
+        return TileIndices(self.b, self.h, self.i + by, self.j + by, self.row, self.col + by, origin)
 
 
 @dataclass(frozen=True)
-class Span:
+class TileBounds:
     """A tile as inclusive ranges of slots, ``i_low..i_high`` by ``j_low..j_high``, and its rows and columns."""
 
     i_low: int
@@ -87,10 +96,10 @@ class Span:
         """The smallest and largest ``i - j`` in the tile."""
         return self.i_low - self.j_high, self.i_high - self.j_low
 
-    def moved(self, by: int) -> Span:
-        """The same tile in a frame whose slots and columns start `by` earlier."""
+    def shifted(self, by: int) -> TileBounds:
+        """The same tile in coordinates whose slots and columns start `by` earlier."""
         low, high = self.cols
-        return Span(
+        return TileBounds(
             self.i_low + by,
             self.i_high + by,
             self.j_low + by,
@@ -122,7 +131,7 @@ class Packing:
         object.__setattr__(self, "k_ids", tuple(flat([n] * k for n, (_, k) in enumerate(pairs))))
 
 
-class Frame:
+class Coordinates:
     """The coordinates of one call, handed out tile by tile.
 
     `q_start` is an int or an integer tensor ``(B,)``; `packing` replaces it for packed rows.
@@ -146,7 +155,7 @@ class Frame:
         elif can_read(q_start):  # without batch rows any start will do
             self.start_range = (int(q_start.min()), int(q_start.max())) if q_start.numel() else (0, 0)
 
-    def site(self, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> Site:
+    def indices(self, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> TileIndices:
         """The index tensors of rows ``rows[0]:rows[1]`` by columns ``cols[0]:cols[1]`` (all of them by default)."""
         r0, r1 = rows if rows is not None else (0, self.q_len)
         c0, c1 = cols if cols is not None else (0, self.k_len)
@@ -162,17 +171,17 @@ class Frame:
             j = col
         b = torch.arange(self.batch, device=self.device).view(-1, 1, 1, 1)
         h = torch.arange(self.heads, device=self.device).view(1, -1, 1, 1)
-        return Site(b, h, i, j, row, col, (r0, c0))
+        return TileIndices(b, h, i, j, row, col, (r0, c0))
 
-    def span(self, rows: tuple[int, int], cols: tuple[int, int]) -> Span | None:
+    def bounds(self, rows: tuple[int, int], cols: tuple[int, int]) -> TileBounds | None:
         """The integer ranges of the same tile, or None where they cannot be known without reading traced values."""
         if self.packing is not None:
             i, j = self.packing.q_local[slice(*rows)], self.packing.k_local[slice(*cols)]
-            return Span(min(i), max(i), min(j), max(j), rows, cols, ragged=True)
+            return TileBounds(min(i), max(i), min(j), max(j), rows, cols, ragged=True)
         if self.start_range is None:
             return None
         low, high = self.start_range
-        return Span(low + rows[0], high + rows[1] - 1, cols[0], cols[1] - 1, rows, cols, ragged=low != high)
+        return TileBounds(low + rows[0], high + rows[1] - 1, cols[0], cols[1] - 1, rows, cols, ragged=low != high)
 
     def _local(self, values: Sequence[int], low: int, high: int) -> Tensor:
         return torch.tensor(values[low:high], dtype=torch.long, device=self.device)

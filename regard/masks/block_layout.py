@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from regard.sites import Frame, Site, Span
+from regard.coordinates import Coordinates, TileBounds, TileIndices
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "block_layout", "tile_kind", "tiles"]
 
@@ -17,10 +17,10 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 class Rule(Protocol):
     """What a layout asks of a mask (`regard.masks.Mask`)."""
 
-    def allows_at(self, site: Site) -> Tensor:
-        """The truth on the pairs of `site`."""
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        """The truth on the pairs of `indices`."""
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         """(may any pair of the tile be allowed, are all of them)."""
 
 
@@ -29,27 +29,27 @@ def tiles(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def tile_kind(mask: Rule, frame: Frame, rows: tuple[int, int], cols: tuple[int, int]) -> int:
+def tile_kind(mask: Rule, coordinates: Coordinates, rows: tuple[int, int], cols: tuple[int, int]) -> int:
     """What is known of a tile without evaluating pairs: EMPTY and FULL are certain, PARTIAL may be anything."""
-    span = frame.span(rows, cols)
-    some, every = (True, False) if span is None else mask.bounds(span)
+    box = coordinates.bounds(rows, cols)
+    some, every = (True, False) if box is None else mask.bounds(box)
     return FULL if every else PARTIAL if some else EMPTY
 
 
-def block_layout(mask: Rule, frame: Frame, size: tuple[int, int], exact_bounds: bool) -> Tensor:
+def block_layout(mask: Rule, coordinates: Coordinates, size: tuple[int, int], exact_bounds: bool) -> Tensor:
     """The exact layout, int8 ``(B, H, rows, columns)``; undecided blocks are evaluated one by one.
 
     `exact_bounds`: the mask's bounds tell partial blocks from others, where rows start at one number.
     """
-    rows, cols = tiles(frame.q_len, size[0]), tiles(frame.k_len, size[1])
-    by_definition = exact_bounds and frame.packing is None and not isinstance(frame.q_start, Tensor)
+    rows, cols = tiles(coordinates.q_len, size[0]), tiles(coordinates.k_len, size[1])
+    by_definition = exact_bounds and coordinates.packing is None and not isinstance(coordinates.q_start, Tensor)
     grid: list[list[Tensor]] = []
     for r in rows:
         line: list[Tensor] = []
         for c in cols:
-            kind = tile_kind(mask, frame, r, c)
+            kind = tile_kind(mask, coordinates, r, c)
             if kind == PARTIAL and not by_definition:
-                allowed = mask.allows_at(frame.site(r, c))
+                allowed = mask.allows_at(coordinates.indices(r, c))
                 while allowed.ndim < 4:
                     allowed = allowed.unsqueeze(0)
                 line.append(allowed.any(-1).any(-1).to(torch.int8) + allowed.all(-1).all(-1).to(torch.int8))

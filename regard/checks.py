@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.sites import Site, can_read
+from regard.coordinates import TileIndices, can_read
 
 __all__ = [
     "HUGE",
@@ -170,9 +170,9 @@ def pick(tensor: Tensor, *index: Tensor) -> Tensor:
     return tensor[tuple(torch.zeros_like(i) if size == 1 else i for i, size in zip(index, tensor.shape, strict=True))]
 
 
-def label(ids: Tensor, site: Site, token: Tensor) -> Tensor:
-    """The label of every token of a site; ids (T,), (B, T) or (B, H, T)."""
-    return pick(ids, *((), (site.b,), (site.b, site.h))[ids.ndim - 1], token)
+def label(ids: Tensor, indices: TileIndices, token: Tensor) -> Tensor:
+    """The label of every token of a tile; ids (T,), (B, T) or (B, H, T)."""
+    return pick(ids, *((), (indices.b,), (indices.b, indices.h))[ids.ndim - 1], token)
 
 
 def any_all(mask: Any, tensor: Tensor, index: tuple[Any, ...]) -> tuple[bool, bool]:

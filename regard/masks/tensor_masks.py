@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from regard.checks import UNKNOWN, any_all, describe, fits, is_bool, is_dense, pick, whole
+from regard.coordinates import TileBounds, TileIndices, can_read
 from regard.masks.base import Mask
-from regard.masks.checks import UNKNOWN, any_all, describe, fits, is_bool, is_dense, pick, whole
-from regard.sites import Site, Span, can_read
 
 __all__ = ["as_mask", "Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
 
@@ -29,11 +29,11 @@ class KeyPadding(Mask):
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         fits("KeyPadding.keep", self.keep, (batch, k_len))
 
-    def allows_at(self, site: Site) -> Tensor:
-        return pick(self.keep, site.b, site.col)
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return pick(self.keep, indices.b, indices.col)
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
-        return any_all(self, self.keep, (..., slice(*span.cols)))
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        return any_all(self, self.keep, (..., slice(*box.cols)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,19 +62,21 @@ class Blocks(Mask):
                 f"layout: {k_len} keys in blocks of {self.size} need {need} columns, got {self.layout.shape[-1]}"
             )
 
-    def allows_at(self, site: Site) -> Tensor:
+    def allows_at(self, indices: TileIndices) -> Tensor:
         rows = self.layout.shape[-2]
-        i, j = site.i // self.size, site.j // self.size
+        i, j = indices.i // self.size, indices.j // self.size
         inside = (i >= 0) & (i < rows)
         index = (i.clamp(0, max(rows - 1, 0)), j)
-        return (pick(self.layout, site.b, site.h, *index) if self.layout.ndim == 4 else self.layout[index]) & inside
+        return (
+            pick(self.layout, indices.b, indices.h, *index) if self.layout.ndim == 4 else self.layout[index]
+        ) & inside
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
-        first, last = span.i_low // self.size, span.i_high // self.size + 1
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        first, last = box.i_low // self.size, box.i_high // self.size + 1
         if first < 0 or last > self.layout.shape[-2]:
             return UNKNOWN
         return any_all(
-            self, self.layout, (..., slice(first, last), slice(span.j_low // self.size, span.j_high // self.size + 1))
+            self, self.layout, (..., slice(first, last), slice(box.j_low // self.size, box.j_high // self.size + 1))
         )
 
 
@@ -114,7 +116,7 @@ class Global(Mask):
         if self.which.ndim == 2 and self.which.shape[0] not in (1, batch):  # type: ignore[union-attr]
             raise ValueError(f"Global.which: expected {batch} rows, one per batch row, got {self.which.shape[0]}")  # type: ignore[union-attr]
 
-    def _flag(self, site: Site, slot: Tensor) -> Tensor:
+    def _flag(self, indices: TileIndices, slot: Tensor) -> Tensor:
         which = self.which
         assert isinstance(which, Tensor)
         length = which.shape[-1]
@@ -122,16 +124,16 @@ class Global(Mask):
             return torch.zeros_like(slot, dtype=torch.bool)
         inside = (slot >= 0) & (slot < length)  # slots past the list are ordinary
         slot = slot.clamp(0, length - 1)
-        return (pick(which, site.b, slot) if which.ndim == 2 else which[slot]) & inside
+        return (pick(which, indices.b, slot) if which.ndim == 2 else which[slot]) & inside
 
-    def allows_at(self, site: Site) -> Tensor:
-        return self._flag(site, site.i) | self._flag(site, site.j)
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        return self._flag(indices, indices.i) | self._flag(indices, indices.j)
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
         which = self.which
         assert isinstance(which, Tensor)
-        some_i, _ = any_all(self, which, (..., slice(max(span.i_low, 0), max(span.i_high + 1, 0))))
-        some_j, _ = any_all(self, which, (..., slice(max(span.j_low, 0), max(span.j_high + 1, 0))))
+        some_i, _ = any_all(self, which, (..., slice(max(box.i_low, 0), max(box.i_high + 1, 0))))
+        some_j, _ = any_all(self, which, (..., slice(max(box.j_low, 0), max(box.j_high + 1, 0))))
         return some_i or some_j, False
 
 
@@ -155,8 +157,8 @@ class Edges(Mask):
         if can_read(self.index) and self.index.numel() and int(self.index.min()) < 0:
             raise ValueError(f"index: expected slots from 0 on, got {int(self.index.min())}")
 
-    def allows_at(self, site: Site) -> Tensor:
-        i, j = torch.broadcast_tensors(site.i, site.j)
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        i, j = torch.broadcast_tensors(indices.i, indices.j)
         if not self.index.shape[1]:
             return torch.zeros_like(i, dtype=torch.bool)
         width, codes = self._codes()
@@ -202,13 +204,17 @@ class Dense(Mask):
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         fits("mask", self.tensor, (batch, heads, q_len, k_len)[-self.tensor.ndim :])
 
-    def allows_at(self, site: Site) -> Tensor:
+    def allows_at(self, indices: TileIndices) -> Tensor:
         t = self.tensor
-        return pick(t, site.row, site.col) if t.ndim == 2 else pick(t, site.b, site.h, site.row, site.col)
+        return (
+            pick(t, indices.row, indices.col)
+            if t.ndim == 2
+            else pick(t, indices.b, indices.h, indices.row, indices.col)
+        )
 
-    def bounds(self, span: Span) -> tuple[bool, bool]:
-        rows = slice(*span.rows) if self.tensor.shape[-2] != 1 else slice(None)
-        cols = slice(*span.cols) if self.tensor.shape[-1] != 1 else slice(None)
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        rows = slice(*box.rows) if self.tensor.shape[-2] != 1 else slice(None)
+        cols = slice(*box.cols) if self.tensor.shape[-1] != 1 else slice(None)
         return any_all(self, self.tensor, (..., rows, cols))
 
 
@@ -219,8 +225,8 @@ class Predicate(Mask):
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     traceable: ClassVar[bool] = False
 
-    def allows_at(self, site: Site) -> Tensor:
-        allowed = self.fn(site.b, site.h, site.i, site.j)
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        allowed = self.fn(indices.b, indices.h, indices.i, indices.j)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             raise TypeError(f"Predicate.fn: expected a bool tensor, got {describe(allowed)}")
         return allowed

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from regard.analysis.costs import Footprint, footprint, matrix_macs, prefill_macs, step_macs
-from regard.analysis.labels import mixer_label
-from regard.masks.checks import describe, whole
+from regard.analysis.layer_names import mixer_label
+from regard.checks import describe, whole
 
-__all__ = ["STATE_BITS", "Arrangement", "Kind", "Setting", "arrangement"]
+__all__ = ["STATE_BITS", "MixerCosts", "Kind", "Setting", "mixer_costs"]
 
 BITS = 0.01, 64  # that an element of a cache may have
 STATE_BITS = 32  # states stay in float32 whatever the dtype
@@ -92,7 +92,7 @@ class Kind:
             "window_elements_per_token": self.holds.window,
             "window_elements": self.holds.ring,
             "state_elements": self.holds.state,
-            "convolution_elements": self.holds.tail,
+            "convolution_elements": self.holds.conv_state,
             "projection_flops_per_token": 2 * self.macs_per_token,
             "mixing_prefill_flops": 2 * self.prefill_macs,
             "mixing_decode_flops": 2 * self.step_macs,
@@ -100,7 +100,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class MixerCosts:
     """What stands in a model's layers to mix tokens, and its costs over all layers and rows.
 
     `flops` are of the mixing layers alone, projections included; a decode step is one token in every row, which reads
@@ -140,9 +140,9 @@ class Arrangement:
         return self._sum(k.holds.state for k in self.kinds)
 
     @property
-    def tail(self) -> int:
+    def conv_state(self) -> int:
         """Elements of convolutions' last inputs of a row."""
-        return self._sum(k.holds.tail for k in self.kinds)
+        return self._sum(k.holds.conv_state for k in self.kinds)
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of keys, values and latents of all rows of so many tokens; rings are allocated whole."""
@@ -151,7 +151,7 @@ class Arrangement:
     @property
     def state_bytes(self) -> int:
         """Bytes of states and convolutions' inputs of all rows."""
-        return self.setting.batch * (self.state + self.tail) * STATE_BITS // 8
+        return self.setting.batch * (self.state + self.conv_state) * STATE_BITS // 8
 
     def bytes(self, tokens: int) -> int:
         """Both together."""
@@ -185,7 +185,7 @@ class Arrangement:
             "window_elements_per_token": self.window_per_token,
             "window_elements": self.ring,
             "state_elements": self.state,
-            "convolution_elements": self.tail,
+            "convolution_elements": self.conv_state,
             "cache_bytes": self.cache_bytes(context),
             "state_bytes": self.state_bytes,
             "total_bytes": self.bytes(context),
@@ -194,11 +194,11 @@ class Arrangement:
         }
 
 
-def arrangement(name: str, layers: Sequence[Any], setting: Setting) -> Arrangement:
+def mixer_costs(name: str, layers: Sequence[Any], setting: Setting) -> MixerCosts:
     """Layers of a stack by kind, in the order in which kinds appear."""
     counts: dict[tuple[Any, ...], list[Any]] = {}
     for layer in layers:
         key = mixer_label(layer), sum(p.numel() for p in layer.parameters())
         counts.setdefault(key, []).append(layer)
     kinds = tuple(Kind.of(equal[0], len(equal), setting.context) for equal in counts.values())
-    return Arrangement(name, kinds, setting)
+    return MixerCosts(name, kinds, setting)

@@ -1,7 +1,8 @@
-"""Small helpers of the masks: argument checks, broadcasting look-ups, and what a block of a tensor holds."""
+"""Checks of arguments for the whole library, and look-ups in broadcasting tensors that masks and biases share."""
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "positive",
     "real",
     "same_label",
+    "scale_of",
     "whole",
 ]
 
@@ -89,6 +91,19 @@ def real(name: str, value: Any, accepted: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name}: expected {accepted}, got {describe(value)}")
     return float(value)
+
+
+def scale_of(scale: float | None, width: int, dtype: torch.dtype) -> float:
+    """The factor on ``q . k`` for tensors of `dtype`: ``width ** -0.5`` by default."""
+    if scale is None:
+        width = int(width) if isinstance(width, Tensor) else width  # torch.jit.trace gives sizes as tensors
+        return 1.0 / math.sqrt(width) if width else 1.0
+    scale = real("scale", scale, "a number or None")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if dtype != torch.float64 and abs(scale) > HUGE:
+        raise ValueError(f"scale: expected a number within {HUGE:.3g}, where the scores are float32, got {scale}")
+    return scale
 
 
 def positive(name: str, value: float, largest: float = HUGE) -> float:

@@ -83,8 +83,7 @@ CALLS = [
 @pytest.mark.parametrize("options", CALLS, ids=["plain", "biased", "masked"])
 def test_opcheck(options):
     q, k, v = (made(2, heads, n, d).float() for heads, n, d in ((4, 7, 8), (2, 9, 8), (2, 9, 5)))
-    names = ("mask", "bias", "scale", "softcap", "sink")
-    call = _call(q, k, v, *(options.get(name) for name in names), options.get("dropout_p", 0.0), None, True)
+    call = _call(q, k, v, **options, return_lse=True)
     plain = operands_of(call)
     trained = {name: getattr(plain, name) for name in ("q", "k", "v", "bias", "relative")}
     leaves = {name: x.detach().requires_grad_() for name, x in trained.items() if x is not None}

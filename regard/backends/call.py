@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from regard.backends.terms import BiasTerms, MaskTerms, pattern_of, sorted_bias, sorted_mask
 from regard.biases import Bias
 from regard.coordinates import Coordinates, Packing
 from regard.masks import Full, Mask
-from regard.masks.intervals import PAST
+from regard.score_options import ScoreOptions
 
 __all__ = [
     "AttentionCall",
     "inside_transform",
     "is_batched",
     "may_be_transformed",
-    "pattern_of",
     "recorded_gradients",
     "sink_share",
     "zero_unread",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +41,40 @@ class AttentionCall:
     v: Tensor
     mask: Mask | None
     bias: Bias | None
-    scale: float
-    softcap: float | None
+    scores: ScoreOptions  # what becomes of a product; its scale is a number
     sink: Tensor | None
     dropout_p: float
     coordinates: Coordinates  # where the queries and keys stand
-    pattern: str  # what `pattern_of` says of the mask
     return_lse: bool
     seed: Tensor | None = None  # int64 (), drawn when dropout_p > 0 and the call runs
+    _memo: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """The factor on ``q . k``."""
+        return self.scores.scale  # type: ignore[return-value]  # resolved
+
+    @property
+    def pattern(self) -> str:
+        """What `pattern_of` says of the mask."""
+        return self._remembered("pattern", lambda: pattern_of(self.mask, self.coordinates))
+
+    @property
+    def mask_terms(self) -> MaskTerms:
+        """The mask by kinds of terms; none where it allows everything."""
+        mask = None if self.pattern == "full" else self.mask
+        return self._remembered("mask_terms", lambda: sorted_mask(mask, self.packing))
+
+    @property
+    def bias_terms(self) -> BiasTerms:
+        """The bias by kinds of summands."""
+        return self._remembered("bias_terms", lambda: sorted_bias(self.bias, self.packing))
+
+    def _remembered(self, name: str, make: Callable[[], T]) -> T:
+        if name not in self._memo:  # torch.compile cannot read functools.cached_property
+            self._memo[name] = make()
+        found: T = self._memo[name]
+        return found
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
@@ -128,22 +156,6 @@ class AttentionCall:
     def effective_mask(self) -> Mask:
         """The mask, `Full` where none was given."""
         return Full() if self.mask is None else self.mask
-
-
-def pattern_of(mask: Mask | None, coordinates: Coordinates) -> str:
-    """ "full": every query may attend to every key; "causal": query r to keys 0..r of as many; else "other".
-
-    By the mask's definition alone; packed rows and starts given per row are "other".
-    """
-    if mask is None:
-        return "full"
-    offsets = mask.offsets()
-    if offsets is None or coordinates.packing is not None or isinstance(coordinates.q_start, Tensor):
-        return "other"
-    if offsets == PAST and coordinates.q_start == 0 and coordinates.q_len == coordinates.k_len:
-        return "causal"
-    lowest, highest = coordinates.q_start - coordinates.k_len + 1, coordinates.q_start + coordinates.q_len - 1
-    return "full" if offsets.meet(lowest, highest)[1] else "other"
 
 
 def sink_share(lse: Tensor, sink: Tensor, low: Tensor | None = None) -> Tensor:

@@ -48,7 +48,7 @@ def reject(call: AttentionCall) -> str | None:
 
 
 def defer(call: AttentionCall) -> str | None:
-    """It leaves nothing to others by itself."""
+    """Whatever it can run, it runs."""
     return None
 
 
@@ -113,15 +113,11 @@ class _Tile:
             self.k, self.v = (
                 torch.where(read, x, torch.zeros((), dtype=x.dtype, device=x.device)) for x in (self.k, self.v)
             )
-        scores = torch.matmul(q, self.k.transpose(-1, -2)).unflatten(2, (call.group, -1))
-        self.capped: Tensor | None = None
-        if call.softcap is not None:
-            scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
-            self.capped = scores
+        products = torch.matmul(q, self.k.transpose(-1, -2)).unflatten(2, (call.group, -1))
+        scores = call.scores.apply(products)
+        self.slope = call.scores.slope(scores)
         if call.bias is not None:
             scores = scores + self.grouped(call.bias.scores(self.indices, scores.dtype))
-        if self.capped is not None and scores is self.capped:
-            scores = self.capped.clone()
         self.scores = scores if allowed is None else scores.masked_fill_(~allowed, -torch.inf)
 
     @property
@@ -230,9 +226,8 @@ def _backward(call: AttentionCall, out: Tensor, lse: Tensor, low: Tensor, d_out:
             ds = dp.sub_(delta_rows).mul_(p)
             if call.bias is not None:
                 call.bias.accumulate(tile.indices, ds.flatten(1, 2), d_bias)
-            if tile.capped is not None:
-                assert call.softcap is not None
-                ds = ds * (1 - (tile.capped / call.softcap) ** 2)
+            if tile.slope is not None:
+                ds = ds * tile.slope
             ds = ds.flatten(2, 3)
             dq[..., part, :] += torch.matmul(ds, tile.k).unflatten(2, (call.group, -1))
             dk[:, :, box] += torch.matmul(ds.transpose(-1, -2), q_rows)

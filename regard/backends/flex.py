@@ -70,7 +70,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     batch, q_heads, _, q_len, k_len, _ = call.sizes
-    start, mask, bias, cap = call.q_start, call.mask, call.wide_bias, call.softcap
+    start, mask, bias, scores = call.q_start, call.mask, call.wide_bias, call.scores
     k, v = call.k, call.v
     block_mask = None
     if mask is not None:
@@ -81,8 +81,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         k, v = zero_unread(mask.allows_at(call.coordinates.indices()).expand(batch, q_heads, q_len, k_len), k, v)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if cap is not None:
-            score = cap * torch.tanh(score / cap)
+        score = scores.apply(score)
         if bias is not None:
             i = q_idx + (start[b] if isinstance(start, Tensor) else start)
             score = score + bias.scores(TileIndices(b, h, i, kv_idx, q_idx, kv_idx), torch.float32)
@@ -95,9 +94,9 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
         call.q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        score_mod=None if cap is None and bias is None else score_mod,
+        score_mod=score_mod if scores.steps or bias is not None else None,
         block_mask=block_mask,
-        scale=call.scale,
+        scale=scores.scale,
         enable_gqa=call.group > 1,
         **options,
     )

@@ -41,9 +41,7 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if allowed is not None:
         k, v = zero_unread(allowed, k, v)
     grouped = (q * call.scale).unflatten(1, (kv_heads, call.group))
-    scores = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = call.scores.apply(torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2))
     if (bias := call.wide_bias) is not None:
         scores = scores + bias.scores(indices, dtype)
     if allowed is not None:

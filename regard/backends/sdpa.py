@@ -17,8 +17,8 @@ DENSE_LIMIT = 2**24  # scores; beyond that a dense mask is not worth holding
 
 def reject(call: AttentionCall) -> str | None:
     """It has no softcap, no log-sum-exp, and its dropout draws other bits."""
-    if call.softcap is not None:
-        return "it has no softcap"
+    if call.scores.steps:
+        return f"it has no {call.scores.steps[0]}"
     if call.under_derivatives:
         return "it has no forward-mode derivatives, and takes no derivative transforms (jvp, grad, jacrev)"
     if call.return_lse or call.sink is not None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from regard import backends
 from regard.backends import AttentionCall, Explanation, reference
-from regard.backends.call import pattern_of, sink_share
+from regard.backends.call import sink_share
 from regard.backends.dropout import draw_seed
 from regard.biases import Bias, as_bias
-from regard.checks import SMALLEST, describe, is_dense, is_number_type, real
+from regard.checks import describe, is_dense, is_number_type, real
 from regard.coordinates import Coordinates
 from regard.masks import Mask, as_mask, split_packing
-from regard.ops.checks import scale_of
+from regard.ops.checks import autocasting, without_autocast
+from regard.score_options import ScoreOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attention", "attention_weights", "explain"]
 
-LOOSEST = 1e30  # a softcap from here on changes no score that float64 tells apart, and float32 may not hold it
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of `attention`, for the functions that take the same."""
+
+    mask: Mask | Tensor | None
+    bias: Bias | Tensor | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    dropout_p: float
+    q_start: int | Tensor | None
+    return_lse: bool
+    backend: str | None
 
 
 def attention(
@@ -82,7 +96,7 @@ def attention(
     >>> regard.attention(q, k, v, mask=Causal()).shape
     torch.Size([1, 8, 16, 32])
     """
-    call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
+    call = _call(q, k, v, mask, bias, sink, dropout_p, q_start, return_lse, scale=scale, softcap=softcap)
     out, lse = _run(call, backend)
     return (out, lse) if return_lse else out
 
@@ -91,16 +105,7 @@ def attention_weights(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    bias: Bias | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    q_start: int | Tensor | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention` and its weights: ``(out, weights, lse)``; for looking, so `out` is what `attention` gives.
 
@@ -114,9 +119,10 @@ def attention_weights(
     >>> torch.allclose(weights.sum(-1), torch.ones(1, 1, 3))
     True
     """
-    call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
+    given, backend = _named("attention_weights", options)
+    call = _call(q, k, v, **given)
     out, _ = _run(call, backend)
-    with torch.autocast(q.device.type, enabled=False) if _autocast(q) else contextlib.nullcontext():
+    with without_autocast(q):
         weights, lse = reference.weights(call)
     return out, weights, lse
 
@@ -125,16 +131,7 @@ def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    bias: Bias | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout_p: float = 0.0,
-    q_start: int | Tensor | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Explanation:
     """Which backend would run this call of `attention`, and why the others would not; nothing is computed.
 
@@ -145,18 +142,14 @@ def explain(
     >>> regard.explain(q.double(), q.double(), q.double(), softcap=30.0).chosen
     'chunked'
     """
-    call = _call(q, k, v, mask, bias, scale, softcap, sink, dropout_p, q_start, return_lse)
+    given, backend = _named("explain", options)
+    call = _call(q, k, v, **given)
     return backends.explain_call(call, backend)
-
-
-def _autocast(x: Tensor) -> bool:
-    kind = x.device.type
-    return (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)
 
 
 def _run(call: AttentionCall, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of the selected backend, the sink's share taken, in q's dtype."""
-    if _autocast(call.q):  # off: it would lower the sums that are kept in the compute dtype
+    if autocasting(call.q):  # off: it would lower the sums that are kept in the compute dtype
         with torch.autocast(call.q.device.type, enabled=False):
             return _run(call, backend)
     chosen = backends.select(call, backend)
@@ -168,25 +161,34 @@ def _run(call: AttentionCall, backend: str | None) -> tuple[Tensor, Tensor]:
     return (out if out.dtype == call.q.dtype else out.to(call.q.dtype)), lse
 
 
+def _named(name: str, options: AttentionOptions) -> tuple[dict[str, Any], str | None]:
+    """The options given to the function `name`, and apart from them the backend."""
+    known = AttentionOptions.__annotations__
+    for option in options:
+        if option not in known:
+            raise TypeError(f"{option}: {name} has no such argument; expected {', '.join(known)}")
+    given: dict[str, Any] = dict(options)
+    return given, given.pop("backend", None)
+
+
 def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Any,
-    bias: Any,
-    scale: Any,
-    softcap: Any,
-    sink: Any,
-    dropout_p: Any,
-    q_start: Any,
-    lse: bool,
+    mask: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    dropout_p: Any = 0.0,
+    q_start: Any = None,
+    return_lse: bool = False,
+    **scores: Any,
 ) -> AttentionCall:
-    """The checked record of a call."""
+    """The checked record of a call; `scores` are the fields of `ScoreOptions`."""
     for x in (q, k, v):
         if not isinstance(x, Tensor) or x.ndim != 4:
             _refuse_operand("q" if x is q else "k" if x is k else "v", x)
         is_dense("q, k, v", x)
-    if _autocast(q):
+    if autocasting(q):
         low = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(low) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x for x in (q, k, v))
     if not (q.dtype == k.dtype == v.dtype):
@@ -226,13 +228,11 @@ def _call(
         v,
         mask,
         bias,
-        scale_of(scale, width, q.dtype),
-        _softcap(softcap, q.dtype),
+        ScoreOptions(**scores).resolved(width, q.dtype),
         _sink(sink, q_heads),
         p,
         coordinates,
-        pattern_of(mask, coordinates),
-        lse,
+        return_lse,
     )
 
 
@@ -241,18 +241,6 @@ def _refuse_operand(name: str, x: Any) -> None:
         raise TypeError(f"{name}: expected a tensor (B, H, T, D), got {describe(x)}")
     is_dense(name, x)
     raise ValueError(f"{name}: expected 4 dimensions (B, H, T, D), got shape {tuple(x.shape)}")
-
-
-def _softcap(softcap: float | None, dtype: torch.dtype) -> float | None:
-    if softcap is None or softcap == math.inf:
-        return None
-    softcap = real("softcap", softcap, "a number or None")
-    if not softcap > 0:
-        raise ValueError(f"softcap: expected a number > 0 (None or inf for none), got {softcap}")
-    least = torch.finfo(torch.float64).tiny if dtype == torch.float64 else SMALLEST
-    if softcap < least:  # scores are divided by it
-        raise ValueError(f"softcap: expected a number of at least {least:.3g}, got {softcap}")
-    return softcap if softcap < LOOSEST else None
 
 
 def _sink(sink: Any, heads: int) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checks import HUGE, describe, is_dense, is_number_type, real
+from regard.checks import describe, is_dense, is_number_type, scale_of
 
 __all__ = [
     "autocasting",
@@ -46,7 +45,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def widened(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in the compute dtype of `like`: what several parts of a call read adds its gradients up there."""
+    """The tensors in the compute dtype of `like`: the gradients of one that is read several times add up in it."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return tuple(x if x is None else x.to(dtype) for x in tensors)
 
@@ -74,19 +73,6 @@ def check_state(state: Any, shape: Sequence[int], like: Tensor) -> None:
     if state is not None:
         check_float("state", state, len(shape), tuple(shape), like)
         check_shape("state", state, shape)
-
-
-def scale_of(scale: float | None, width: int, dtype: torch.dtype) -> float:
-    """The factor on ``q . k``: ``width ** -0.5`` by default."""
-    if scale is None:
-        width = int(width) if isinstance(width, Tensor) else width  # torch.jit.trace gives sizes as tensors
-        return 1.0 / math.sqrt(width) if width else 1.0
-    scale = real("scale", scale, "a number or None")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    if dtype != torch.float64 and abs(scale) > HUGE:
-        raise ValueError(f"scale: expected a number within {HUGE:.3g}, where the scores are float32, got {scale}")
-    return scale
 
 
 def tied(out: Tensor, tensors: Iterable[Tensor]) -> Tensor:

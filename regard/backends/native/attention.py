@@ -9,7 +9,8 @@ from torch import Tensor
 
 from regard.backends import reference
 from regard.backends.native import library
-from regard.backends.native.operands import TILE, Operands, definition
+from regard.backends.native.mask_operands import TILE
+from regard.backends.native.operands import Operands, definition
 from regard.backends.native.operator import Operator, Outputs, address
 from regard.backends.native.structs import ATTENTION, ATTENTION_GRAD
 

@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, words):
 
 
 def test_a_bug_is_not_dressed_as_a_mistake(monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise AssertionError("a bug")
 
     monkeypatch.setattr("regard.cli.explaining.explanation", broken)

@@ -97,7 +97,9 @@ def _known(name: str) -> str:
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Inside the block, calls that name no backend use `name` or raise `BackendUnsupported`; None lifts an outer one.
+    """Inside the block, calls that name no backend use `name` or raise `BackendUnsupported`.
+
+    None cancels the choice of a block around this one.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 5, 8)

@@ -128,29 +128,20 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Say which backend runs a call of `regard.attention`, and why the others do not."""
-    from regard.cli.explaining import Description, explanation
+    from regard.cli.explaining import Tensors, explanation
 
+    kv_heads = heads if kv_heads is None else kv_heads
+    keys, value_dim = (queries if keys is None else keys), (head_dim if value_dim is None else value_dim)
     answer = explanation(
-        Description(
-            batch=batch,
-            heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            queries=queries,
-            keys=queries if keys is None else keys,
-            head_dim=head_dim,
-            value_dim=head_dim if value_dim is None else value_dim,
-            dtype=dtype.value,
-            device=device,
-            mask=mask,
-            bias=bias,
-            softcap=softcap,
-            sink=sink,
-            dropout=dropout,
-            q_start=q_start,
-            grad=grad,
-            lse=lse,
-            backend=backend,
-        )
+        Tensors(batch, heads, kv_heads, queries, keys, head_dim, value_dim, dtype.value, device, grad),
+        mask,
+        bias,
+        sink,
+        softcap=softcap,
+        dropout_p=dropout,
+        q_start=q_start,
+        return_lse=lse,
+        backend=backend,
     )
     if as_json:
         rows = [{"name": row.name, "chosen": row.chosen, "reason": row.reason} for row in answer.rows]

@@ -159,11 +159,11 @@ class _Decays:
         return torch.exp(exponent)
 
     def from_start(self, x: Tensor) -> Tensor:
-        """Rows weighted by what is left, at each, of the state before the chunk."""
+        """Each row times the share of the state before the chunk that is left at it."""
         return x if self.sums is None else x * self.starting.unsqueeze(-1)
 
     def to_end(self, k: Tensor) -> Tensor:
-        """Rows weighted by what is left of each at the end of the chunk."""
+        """Each row times the share of it that is left at the end of the chunk."""
         return k if self.sums is None else k * self.ending.unsqueeze(-1)
 
     def carried(self, state: Tensor, n: int) -> Tensor:

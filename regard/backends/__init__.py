@@ -1,8 +1,9 @@
 """Backends: who can run a call, in which order they are asked, and why one says no.
 
 There are five operations (`attention`, `recurrence`, `scan`, `selective_scan`, `short_conv`), each with its own record
-of a call, and a backend may stand for several. For an operation, a backend is a module with three functions that read
-only metadata (device, dtype, shapes, kinds of mask and bias), so that choosing traces under ``torch.compile``:
+of a call, and a backend may know one of them or several. For an operation, a backend is a module with three functions,
+of which the first two read only metadata (device, dtype, shapes, kinds of mask and bias), so that choosing traces under
+``torch.compile``:
 
 - ``reject(call) -> str | None``: why it cannot run the call, in one sentence.
 - ``defer(call) -> str | None``: why it would rather not, though it can; it still runs when asked for by name.
@@ -18,9 +19,9 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveSc
 from regard.errors import BackendUnsupported
 
 __all__ = [
-    "ORDER",
     "AttentionCall",
+    "Backend",
     "Explanation",
     "RecurrenceCall",
     "ScanCall",
@@ -47,6 +48,7 @@ __all__ = [
     "dispatch",
     "explain_call",
     "names",
+    "register",
     "run",
     "select",
     "use_backend",
@@ -55,19 +57,35 @@ __all__ = [
 
 Call = AttentionCall | StateCall
 
-_STATES = {"native": native_states, "chunked": chunked_states, "reference": reference_states}
-_BACKENDS: dict[str, dict[str, ModuleType]] = {
+
+class Backend(Protocol):
+    """What a backend of one operation offers: a module, or an object with these three."""
+
+    def reject(self, call: Any, /) -> str | None: ...
+    def defer(self, call: Any, /) -> str | None: ...
+    def run(self, call: Any, /) -> tuple[Tensor, ...]: ...
+
+
+_MATRICES = {"native": native_states, "chunked": chunked_states, "reference": reference_states}
+# who knows an operation, and in which order they are asked on a device; "" stands for every device without a line
+_BACKENDS: dict[str, dict[str, Backend]] = {
     "attention": {"native": native, "sdpa": sdpa, "flex": flex, "chunked": chunked, "reference": reference},
-    "recurrence": _STATES,
-    "scan": _STATES,
-    "selective_scan": _STATES,
-    "short_conv": _STATES,
+    "recurrence": dict(_MATRICES),
+    "scan": dict(_MATRICES),
+    "selective_scan": dict(_MATRICES),
+    "short_conv": dict(_MATRICES),
 }
-ORDER: dict[str, tuple[str, ...]] = {
-    "cpu": ("native", "sdpa", "chunked", "flex", "reference"),
-    "cuda": ("sdpa", "flex", "chunked", "native", "reference"),
+_ORDER: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "cpu": ("native", "sdpa", "chunked", "flex", "reference"),
+        "cuda": ("sdpa", "flex", "chunked", "native", "reference"),
+        "": ("sdpa", "chunked", "flex", "native", "reference"),
+    },
+    **{
+        operation: {"cpu": ("native", "chunked", "reference"), "": ("chunked", "native", "reference")}
+        for operation in ("recurrence", "scan", "selective_scan", "short_conv")
+    },
 }
-_OTHER = ("sdpa", "chunked", "flex", "native", "reference")
 
 _log = logging.getLogger("regard")
 _said: set[tuple[str, str]] = set()
@@ -79,9 +97,32 @@ def without_kernels() -> str | None:
     return library.REASON
 
 
-def names() -> tuple[str, ...]:
-    """The names of all backends."""
-    return tuple(_BACKENDS["attention"])
+def names(operation: str | None = None) -> tuple[str, ...]:
+    """The names of the backends of an operation, or of all of them."""
+    if operation is not None:
+        return tuple(_BACKENDS[operation])
+    return tuple(dict.fromkeys(name for known in _BACKENDS.values() for name in known))
+
+
+def register(operation: str, name: str, backend: Backend, devices: Iterable[str], before: str = "chunked") -> None:
+    """Add a backend for one operation, asked on `devices` before the one named `before`; by name it runs anywhere.
+
+    `backend` is a module or object with the three functions above. Calls in other operations say that it has none.
+
+    Raises ValueError for an unknown operation, a name that is taken, and a `before` that does not know the operation.
+    """
+    if operation not in _BACKENDS:
+        raise ValueError(f"operation: expected one of {', '.join(_BACKENDS)}, got {operation!r}")
+    if name in _BACKENDS[operation]:
+        raise ValueError(f"name: expected one that {operation} has not yet, got {name!r}")
+    if before not in _BACKENDS[operation]:
+        raise ValueError(f"before: expected one of {', '.join(_BACKENDS[operation])}, got {before!r}")
+    devices = tuple(devices)
+    for kind in dict.fromkeys((*_ORDER[operation], *devices)):
+        order = _asked(operation, kind)
+        place = order.index(before) if kind in devices else len(order)
+        _ORDER[operation][kind] = (*order[:place], name, *order[place:])
+    _BACKENDS[operation][name] = backend
 
 
 def _current() -> str | None:
@@ -163,17 +204,14 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in said)
 
 
-_KNOWING = {
-    (kind, operation): tuple(name for name in order if name in known)
-    for kind, order in (*ORDER.items(), ("", _OTHER))
-    for operation, known in _BACKENDS.items()
-}
+def _asked(operation: str, kind: str) -> tuple[str, ...]:
+    orders = _ORDER[operation]
+    return orders[kind] if kind in orders else orders[""]
 
 
 def _order(call: Call) -> tuple[str, ...]:
     """The backends that know the operation, in the order in which they are asked."""
-    kind = call.device.type
-    return _KNOWING[kind if kind in ORDER else "", call.operation]
+    return _asked(call.operation, call.device.type)
 
 
 def _reason(call: Call, name: str) -> str | None:

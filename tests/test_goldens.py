@@ -20,7 +20,7 @@ from regard.errors import BackendUnsupported
 ROOT = Path(os.environ.get("REGARD_GOLDENS") or Path(__file__).parent / "goldens")
 CASES = cases_below(ROOT)
 MUST_RUN = (None, "reference", "chunked")
-COMPILED = ("flex",)  # a compilation of many seconds a call; tests/test_attention.py runs it
+COMPILED = ("flex",)  # a compilation of many seconds a call; tests/ops/test_attention.py runs it
 
 
 def test_there_are_cases():

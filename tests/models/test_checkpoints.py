@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from regard.models import LAYOUTS, Decoder, generate, load
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 ROOT = Path(os.environ.get("REGARD_CHECKPOINTS", HERE / "checkpoints"))
 FOLDERS = sorted(p.parent for p in ROOT.glob("**/expected.safetensors"))
 

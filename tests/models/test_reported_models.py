@@ -23,7 +23,7 @@ from regard.models.tables import FusedQKV
 from regard.nn import MultiHeadAttention
 from regard.positions import LearnedPositions, Rotary
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 VOCABULARY = 31
 
 

@@ -9,7 +9,7 @@ from golden_adapters import paths_of
 from golden_adapters.case import Case
 from safetensors.torch import save_file
 
-RECORDED = Path(__file__).parent / "goldens" / "mistral_sliding" / "window4"
+RECORDED = Path(__file__).parents[1] / "goldens" / "mistral_sliding" / "window4"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from regard.backends.native import library
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 NATIVE = "native     runs it"  # what a block shows where the kernels are built
 CONSOLE = [block for language, block in BLOCKS if language == "console"]

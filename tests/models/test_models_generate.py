@@ -8,7 +8,7 @@ import torch
 from regard.models import Decoder, Origin, Sampling, TextStream, Tokenizer, generate, load, stream
 from regard.models.layouts import LAYOUTS
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 
 
 @pytest.fixture(scope="module")

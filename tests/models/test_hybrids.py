@@ -41,7 +41,7 @@ from regard.nn import (
 )
 from regard.positions import Rotary
 
-HERE = Path(__file__).parent / "checkpoints"
+HERE = Path(__file__).parents[1] / "checkpoints"
 FAMILIES = ["bailing_hybrid", "deepseek_v2", "deepseek_v3", "jamba", "kimi_linear", "minimax", "qwen3_next"]
 WIDE = torch.float64
 CORRECTED = Routing(6, 2, "sigmoid", normalized=True, factor=2.5, corrected=True)

@@ -1,4 +1,4 @@
-"""Failures that users of attention implementations reported: caches, batches, autograd modes (H27, H31 to H34)."""
+"""Failures that users of attention implementations reported: caches, batches, autograd modes."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from regard.backends import count_backends
 from regard.integrations.transformers import accelerate
 from regard.models import experts
 
-FOLDERS = Path(__file__).parent / "checkpoints"
+FOLDERS = Path(__file__).parents[1] / "checkpoints"
 NAMES = ["qwen3_next", "kimi_linear", "mamba2", "recurrent_gemma"]
 
 

@@ -163,7 +163,7 @@ def test_positive_features_are_right_on_average(hyperbolic):
     assert bool(((each.mean(-1) - want).abs() < 4 * each.std(-1) / 20_000**0.5).all())
 
 
-# ---- the normaliser (H30) --------------------------------------------------------------------------------------------
+# ---- the normaliser --------------------------------------------------------------------------------------------------
 
 
 def giving_ones(make: Any, **options: Any) -> Any:

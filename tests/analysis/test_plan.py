@@ -32,7 +32,7 @@ from regard.mixers.parts import ShortConv
 from regard.models import Decoder, MixtureOfExperts, experts
 from regard.models.presets import PRESETS, preset, skeleton
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = sorted(PRESETS)
 
 

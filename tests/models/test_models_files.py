@@ -21,7 +21,7 @@ from regard.models import Origin, load, save
 from regard.models.gguf import GGUFSource
 from regard.models.layouts import LAYOUTS
 
-LLAMA = Path(__file__).parent / "checkpoints" / "llama"
+LLAMA = Path(__file__).parents[1] / "checkpoints" / "llama"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from regard.nn import (
     griffin_attention,
 )
 
-HERE = Path(__file__).parent / "checkpoints"
+HERE = Path(__file__).parents[1] / "checkpoints"
 MIXERS = (
     lambda: GriffinRecurrent(16, 4),
     lambda: griffin_attention(16, 4, 3),

@@ -15,7 +15,7 @@ from regard.models import load
 from regard.models.config import Config, naming
 from regard.models.layouts import LAYOUTS
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 

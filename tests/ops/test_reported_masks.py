@@ -1,4 +1,4 @@
-"""Failures that users of attention implementations reported: masks and alignment (H01 to H06)."""
+"""Failures that users of attention implementations reported: masks and alignment."""
 
 import pytest
 import torch

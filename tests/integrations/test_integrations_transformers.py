@@ -12,7 +12,7 @@ import regard
 import regard.integrations.transformers as integration
 from regard.masks import Band, Causal, Dense
 
-FOLDERS = Path(__file__).parent / "checkpoints"
+FOLDERS = Path(__file__).parents[1] / "checkpoints"
 DECODERS = ["llama", "mistral", "gemma2", "gpt_oss"]
 
 

@@ -25,7 +25,7 @@ from regard.masks import (
     Window,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = needs_native
 
 OTHER_MASKS = {

@@ -1,4 +1,4 @@
-"""Failures that users of attention implementations reported: module paths, options, positions (H15 to H23)."""
+"""Failures that users of attention implementations reported: module paths, options, positions."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Failures that users of linear-attention implementations reported (H24 to H29, and the recurrent sides of others)."""
+"""Failures that users of linear-attention implementations reported, and the recurrent sides of others."""
 
 import math
 from functools import partial

@@ -31,7 +31,7 @@ from regard.masks import (
 from regard.ops.attention import _call
 from regard.transitions import Decay
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = needs_native
 
 

@@ -363,9 +363,8 @@ def test_instruction_sets(isa):
         "t.test_selective_scan(7, 16, 5)\n"
     )
     here = os.path.dirname(__file__)
-    found = subprocess.run(
-        [sys.executable, "-c", script, here], env=os.environ | {"REGARD_ISA": isa}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", script, here, os.path.dirname(here)]
+    found = subprocess.run(command, env=os.environ | {"REGARD_ISA": isa}, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-2000:]
 
 

@@ -15,7 +15,7 @@ from regard.cli.expressions import Shape, read_bias, read_mask
 from regard.cli.generating import default_model
 from regard.masks import Band, Causal, KeyLengths, Prefix, Segments, Window
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SHAPE = Shape(batch=2, heads=4, queries=5, keys=5)
 
 

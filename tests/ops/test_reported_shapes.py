@@ -1,4 +1,4 @@
-"""Failures that users of attention implementations reported: heads, shapes, dtypes, strides, dropout (H07 to H14)."""
+"""Failures that users of attention implementations reported: heads, shapes, dtypes, strides, dropout."""
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from regard.checks import describe, whole
 from regard.coordinates import can_read
 from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, segment_starts_of
+from regard.ops.states import run_state_call
 from regard.transitions import Decay, Delta
 
 __all__ = ["recurrence"]
@@ -85,16 +86,12 @@ def recurrence(
     call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, state_out)
     if state_out is not None:
         _check_state_out(state_out, (batch if lengths is None else len(lengths), heads, *sizes), call)
+    if not lengths:
+        call.segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
+        out, last = run_state_call(call, backend)
+        last = last if lengths is None else last[:0]
+        return out, last if state_out is None else _put(last, state_out)
     with without_autocast(q):
-        if not lengths:
-            call.segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
-            out, last = backends.dispatch(call, backend)
-            out = out if out.numel() else tied(out, call.tensors)
-            last = last if lengths is None else last[:0]
-            return out if out.dtype == q.dtype else out.to(q.dtype), last if state_out is None else _put(
-                last, state_out
-            )
-
         if decay is not None and decay.ndim == 1:
             # with a time axis: padding must not fade the state
             (decay,) = widened(q, decay[None, :, None].expand(1, heads, tokens))

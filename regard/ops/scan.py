@@ -10,6 +10,7 @@ from regard.checks import describe
 from regard.coordinates import can_read
 from regard.ops.checks import check_float, check_shape, check_state, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, segment_starts_of
+from regard.ops.states import run_state_call
 from regard.transitions import check_log_decay
 
 __all__ = ["scan", "selective_scan"]
@@ -59,13 +60,11 @@ def scan(
     batch, tokens = x.shape[:2]
     lengths = packed_lengths(segments, batch, tokens)
     check_state(state, (batch if lengths is None else len(lengths), *x.shape[2:]), x)
+    if not lengths:
+        segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
+        y, last = run_state_call(ScanCall(x, log_a, state, segment_starts), backend)
+        return y, last if lengths is None else last[:0]
     with without_autocast(x):
-        if not lengths:
-            segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
-            call = ScanCall(x, log_a, state, segment_starts)
-            y, last = backends.dispatch(call, backend)
-            y = y if y.numel() else tied(y, call.tensors)
-            return y.to(x.dtype), last if lengths is None else last[:0]
         (wide,) = widened(x, log_a)
         assert wide is not None
         timed = wide.expand(1, tokens, *log_a.shape[2:])
@@ -137,14 +136,11 @@ def selective_scan(
         raise ValueError(f"dt: expected steps >= 0, after their softplus, got {float(dt.detach().min()):.6g}")
     lengths = packed_lengths(segments, batch, tokens)
     check_state(state, (batch if lengths is None else len(lengths), width, states), x)
+    if not lengths:
+        segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
+        y, last = run_state_call(SelectiveScanCall(x, dt, A, B, C, D, state, segment_starts), backend)
+        return y, last if lengths is None else last[:0]
     with without_autocast(x):
-        if not lengths:
-            segment_starts = None if lengths is not None else segment_starts_of(segments, batch, tokens)
-            call = SelectiveScanCall(x, dt, A, B, C, D, state, segment_starts)
-            y, last = backends.dispatch(call, backend)
-            y = y if y.numel() else tied(y, call.tensors)
-            return y.to(x.dtype), last if lengths is None else last[:0]
-
         everywhere, skip = widened(x, A, D)
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:

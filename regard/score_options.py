@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,20 @@ class ScoreOptions:
     scale: float | None = None
     softcap: float | None = None
 
+    def check(self) -> None:
+        """Raise ValueError or TypeError for numbers that float32 scores do not take."""
+        self.resolved(1, torch.float32)
+
     def resolved(self, width: int, dtype: torch.dtype) -> ScoreOptions:
         """The same, checked, for queries of `width` channels and of `dtype`; the scale is a number then.
 
         Raises ValueError or TypeError for numbers out of range.
         """
         return ScoreOptions(scale_of(self.scale, width, dtype), _softcap(self.softcap, dtype))
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of `regard.attention`."""
+        return {name: getattr(self, name) for name in NAMES}
 
     @property
     def steps(self) -> tuple[str, ...]:
@@ -55,6 +64,9 @@ class ScoreOptions:
     def slope(self, scores: Tensor) -> Tensor | None:
         """The derivative of `apply` where it gave `scores`; None where it is 1 everywhere."""
         return None if self.softcap is None else 1 - (scores / self.softcap) ** 2
+
+
+NAMES = tuple(ScoreOptions.__dataclass_fields__)
 
 
 def _softcap(softcap: float | None, dtype: torch.dtype) -> float | None:

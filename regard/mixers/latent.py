@@ -281,8 +281,8 @@ class MultiHeadLatentAttention(nn.Module):
             plain, turning = q.split((self.sizes.nope_dim, self.sizes.rope_dim), -1)
             q = torch.cat((plain, self._turned(turning, layout.positions)), -1)
         options: dict[str, Any] = {
+            **self.scores.arguments(),
             "scale": self.scale,
-            "softcap": self.scores.softcap,
             "sink": self.sink,
             "q_start": 0 if cache is None else cache.length,
             "mask": read_mask(self.mask, mask, view, x),

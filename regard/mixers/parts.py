@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from regard.biases import RelativeBuckets
 from regard.caches import KVView
-from regard.checks import SMALLEST, is_factory, norm_eps, whole
+from regard.checks import is_factory, norm_eps, whole
 from regard.masks import KeyPadding, Mask, Segments, as_mask
 from regard.mixers.recurrent import TokenSequence
+from regard.score_options import ScoreOptions
 
 __all__ = [
     "GatedRMSNorm",
@@ -232,19 +233,16 @@ class Projections:
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(ScoreOptions):
     """What happens to a layer's scores, as in `regard.attention`; `sink` is a learned logit per head."""
 
-    scale: float | None = None
-    softcap: float | None = None
     sink: bool = False
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"dropout: expected a number in [0, 1], got {self.dropout}")
-        if self.softcap is not None and not self.softcap >= SMALLEST:
-            raise ValueError(f"softcap: expected a number of at least {SMALLEST:.3g} or None, got {self.softcap}")
+        self.check()
 
 
 class RelativePositionBias(nn.Module):

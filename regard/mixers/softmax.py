@@ -182,12 +182,7 @@ class MultiHeadAttention(nn.Module):
             q, (k, v) = self._queries(x, layout.positions), self._keys(x, layout.positions)
             view = KVView.alone(k, v, layout) if cache is None else cache.extend(k, v, layout)
             start = (0 if cache is None else cache.length) - view.first
-        options: dict[str, Any] = {
-            "scale": self.scores.scale,
-            "softcap": self.scores.softcap,
-            "sink": self.sink,
-            "q_start": start,
-        }
+        options: dict[str, Any] = {**self.scores.arguments(), "sink": self.sink, "q_start": start}
         options["mask"] = read_mask(self.mask, mask, view, x)
         bias = self.bias() if isinstance(self.bias, nn.Module) else self.bias
         options["bias"] = None if bias is None else bias.shifted(view.first).with_padding(view.keep).to(x.device)

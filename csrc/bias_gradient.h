@@ -64,7 +64,8 @@ class BiasGradient {
 
   struct Memory {
     word *k_transposed, *v_transposed, *q, *d_out;
-    float *lse, *low, *delta;
+    float *delta;
+    RowSum *sums;
     Query *queries;
     TileScores<Op> scores;
     GradientSink sink;
@@ -74,8 +75,7 @@ class BiasGradient {
     arrays.take(m.v_transposed, kBackwardWidth * v_words);
     arrays.take(m.q, kQueryBlock * q_row);
     arrays.take(m.d_out, kQueryBlock * o_row);
-    arrays.take(m.lse, kQueryBlock);
-    arrays.take(m.low, kQueryBlock);
+    arrays.take(m.sums, kQueryBlock);
     arrays.take(m.delta, kQueryBlock);
     arrays.take(m.queries, kQueryBlock);
     arrays.take(m.sink.ds, kTileRows * kBackwardWidth);
@@ -110,7 +110,7 @@ class BiasGradient {
       m.queries[r] = query_of(x, batch, head, row);
       copy_row<In, Op>(m.q + r * q_row, from, x.k_dim);
       round_row((Element *)(m.d_out + r * o_row), grad.d_out + n * x.v_dim, x.v_dim, o_row * Op::per_word);
-      read_lse(x, n, m.lse[r], m.low[r]);
+      m.sums[r] = row_sum(x, n);
       m.delta[r] = all_deltas[n];
     }
     int64_t kv_head = head / (x.q_heads / x.kv_heads);
@@ -148,10 +148,9 @@ class BiasGradient {
                            m.scores.s,
                            x.dropout_p > 0 ? m.scores.kept : nullptr,
                            nullptr,
-                           m.lse + r,
-                           m.low + r,
+                           m.sums + r,
                            m.delta + r,
-                           nats_of(x)};
+                           nats_of(x) * kLog2e};
       backward_tiles<Op>(tile, m.sink, group.rows, 0, range.begin, (range.end - range.begin) / kUnit);
       for (int i = 0; i < group.rows; ++i)
         add(m.queries[r + i], first + range.begin, m.sink.ds + i * kBackwardWidth + range.begin,
@@ -161,29 +160,27 @@ class BiasGradient {
 };
 
 // Few rows went through the decode kernel, which adds products in another order than the backward pass does: with large
-// scores their log-sum-exp would not fit the weights. So it is computed anew in the backward pass's order, into `room`.
+// scores its maxima and outputs would not fit the weights. So they are computed anew in the backward pass's order, into
+// `room`, for (v_dim + 4) floats a row.
 template <class In, class Op>
-int repeat_few_rows(Call &call, float *room) {
-  int64_t rows = call.batch * call.q_heads * call.q_len;
-  call.lse = room, call.lse_low = room + rows, call.out = room + 2 * rows, call.out_f32 = 1;
+int repeat_few_rows(Call &call, regard_attention_grad &grad, float *room) {
+  int64_t rows = row_count(call);
+  call.lse = room, call.kept = room + rows, call.out = room + 4 * rows, call.out_f32 = 1;
   call.out_stride[2] = call.v_dim, call.out_stride[1] = call.q_len * call.v_dim;
   call.out_stride[0] = call.q_heads * call.out_stride[1];
+  grad.out = (const float *)call.out;
   return Forward<In, Op>(call).run();
 }
 
 template <class In, class Op>
-int backward(Call call, const regard_attention_grad &grad) {
-  int64_t rows = call.batch * call.q_heads * call.q_len;
+int backward(Call call, regard_attention_grad grad) {
+  int64_t rows = row_count(call);
   bool few = has_few_rows(call);
-  float *delta = (float *)malloc(rows * (few ? call.v_dim + 3 : 1) * sizeof(float));
+  float *delta = (float *)malloc(rows * (few ? call.v_dim + 5 : 1) * sizeof(float));
   if (!delta) return kNoMemory;
-  row_deltas(call, grad, delta);
-  int status = few ? repeat_few_rows<In, Op>(call, delta + rows) : kOk;
-  if (status != kOk) {
-    free(delta);
-    return status;
-  }
-  if (grad.d_q || grad.d_k || grad.d_v) status = Backward<In, Op>(call, grad, delta).run();
+  int status = few ? repeat_few_rows<In, Op>(call, grad, delta + rows) : kOk;
+  if (status == kOk) row_deltas(call, grad, delta);
+  if (status == kOk && (grad.d_q || grad.d_k || grad.d_v)) status = Backward<In, Op>(call, grad, delta).run();
   if (status == kOk && grad.d_bias) status = BiasGradient<In, Op>(call, grad, delta).dense();
   if (status == kOk && grad.d_relative) status = BiasGradient<In, Op>(call, grad, delta).relative();
   free(delta);

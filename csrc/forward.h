@@ -87,10 +87,14 @@ REGARD_INLINE void write_row(const Call &x, const Query &q, const float *sums, f
   }
   if (!x.lse) return;
   int64_t n = (q.batch * x.q_heads + q.head) * x.q_len + q.row;
+  bool dead = sum == 0;
   float nats = nats_of(x), rest = logf(sum), lse = fmaf(top, nats, rest);
-  x.lse[n] = sum == 0 ? -INFINITY : lse;
-  // weights recomputed from a rounded log-sum-exp would be off by its last bit: much, where scores are large
-  if (x.lse_low) x.lse_low[n] = sum == 0 ? 0.0f : fmaf(top, nats, -lse) + rest;
+  x.lse[n] = dead ? -INFINITY : lse;
+  if (!x.kept) return;
+  float *low = x.kept + n, *tops = low + row_count(x), *log2_sum = tops + row_count(x);
+  *low = dead || lse - lse != 0 ? 0.0f : fmaf(top, nats, -lse) + rest;
+  *tops = dead ? 0.0f : top;
+  *log2_sum = dead ? INFINITY : log2f(sum);
 }
 
 // A row whose keys were read in `count` parts, merged in the order of the keys. `part(n)` is the n-th part's sums of

@@ -22,13 +22,6 @@ constexpr int kLanes = 4;
 constexpr int kTileVectors = 4;
 #endif
 
-// Whether a * b + c is rounded once (-ffp-contract=fast).
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
-constexpr bool kFused = true;
-#else
-constexpr bool kFused = false;
-#endif
-
 constexpr int kUnit = 16;  // columns are cut at multiples of 16 on every instruction set
 constexpr int kUnitVectors = kUnit / kLanes;
 

@@ -35,7 +35,7 @@ check-native: $(STAMP)  ## the kernels under address and undefined-behaviour san
 	$(BIN)/cmake --build build/sanitize
 	REGARD_ISA=portable ASAN_OPTIONS=detect_leaks=0 build/sanitize/check_sets
 	REGARD_LIBRARY=$(CURDIR)/build/sanitize/libregard.so.1 LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native*.py
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q tests/test_native*.py tests/backends/test_native*.py
 
 # Needs g++-aarch64-linux-gnu; with qemu-user too, the kernels also run, against the plain loops.
 check-neon: $(STAMP)  ## the kernels of aarch64, cross-compiled

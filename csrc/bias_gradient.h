@@ -37,12 +37,12 @@ class BiasGradient {
     }
     memset(grad.d_bias, 0, (last + 1) * sizeof(float));
     int64_t batches = stride[0] ? x.batch : 1, heads = stride[1] ? x.q_heads : 1;
-    int64_t chunks = stride[2] ? (x.q_len + kQueryBlock - 1) / kQueryBlock : 1;
+    int64_t blocks = stride[2] ? (x.q_len + kQueryBlock - 1) / kQueryBlock : 1;
     auto add = [&](const Query &q, int64_t column, const float *ds, int count) {
       float *to = grad.d_bias + q.batch * stride[0] + q.head * stride[1] + q.row * stride[2] + column * stride[3];
       for (int c = 0; c < count; ++c) to[c * stride[3]] += ds[c];
     };
-    return for_owners(batches, heads, chunks, add);
+    return for_owners(batches, heads, blocks, add);
   }
 
   int relative() {
@@ -82,17 +82,17 @@ class BiasGradient {
     TileScores<Op>::take(arrays, m.scores);
   }
 
-  // Calls `work` on every chunk of query rows; those that share an owner run in order on one thread.
+  // Calls `work` on every block of query rows; those that share an owner run in order on one thread.
   template <class Add>
-  int for_owners(int64_t batches, int64_t heads, int64_t chunks, const Add &add) {
+  int for_owners(int64_t batches, int64_t heads, int64_t blocks, const Add &add) {
     int failed = 0;
-    int64_t all_chunks = (x.q_len + kQueryBlock - 1) / kQueryBlock;
+    int64_t all_blocks = (x.q_len + kQueryBlock - 1) / kQueryBlock;
 #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t owner = 0; owner < batches * heads * chunks; ++owner) {
-      int64_t chunk = owner % chunks, head = owner / chunks % heads, batch = owner / chunks / heads;
+    for (int64_t owner = 0; owner < batches * heads * blocks; ++owner) {
+      int64_t block = owner % blocks, head = owner / blocks % heads, batch = owner / blocks / heads;
       for (int64_t b = batch; b < (batches > 1 ? batch + 1 : x.batch); ++b)
         for (int64_t h = head; h < (heads > 1 ? head + 1 : x.q_heads); ++h)
-          for (int64_t c = chunk; c < (chunks > 1 ? chunk + 1 : all_chunks); ++c)
+          for (int64_t c = block; c < (blocks > 1 ? block + 1 : all_blocks); ++c)
             if (!work(b, h, c * kQueryBlock, add)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
     }
     return failed ? kNoMemory : kOk;

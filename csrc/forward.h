@@ -139,17 +139,17 @@ class Forward {
     int64_t pairs = x.batch * x.kv_heads;
     if (threads() > 1)
       while (rows > 96 && pairs * splits * ((flat + rows - 1) / rows) < 4 * threads()) rows = (rows + 1) / 2;
-    chunks = (flat + rows - 1) / rows;
+    slices = (flat + rows - 1) / rows;
   }
 
   int run() {
-    int64_t pairs = x.batch * x.kv_heads, tasks = pairs * splits * chunks;
+    int64_t pairs = x.batch * x.kv_heads, tasks = pairs * splits * slices;
     int failed = 0;
     if (splits > 1 && !(parts = (float *)malloc(pairs * splits * flat * part_row() * sizeof(float)))) return kNoMemory;
 #pragma omp parallel for schedule(dynamic, 1) if (tasks > 1)
     for (int64_t task = 0; task < tasks; ++task) {
-      int64_t chunk = chunks - 1 - task / (pairs * splits), split = task / pairs % splits, pair = task % pairs;
-      if (!work(pair, split, flat * chunk / chunks, flat * (chunk + 1) / chunks)) {
+      int64_t slice = slices - 1 - task / (pairs * splits), split = task / pairs % splits, pair = task % pairs;
+      if (!work(pair, split, flat * slice / slices, flat * (slice + 1) / slices)) {
 #pragma omp atomic write
         failed = 1;
       }
@@ -165,7 +165,7 @@ class Forward {
   const Call &x;
   long group_heads;
   bool only_scaled;
-  long k_words, q_words, columns, panels, flat, chunks;
+  long k_words, q_words, columns, panels, flat, slices;
   int64_t splits;
   int block;
   float *parts = nullptr;  // of split rows, per pair, split and row: sums, then the maximum and the sum of weights

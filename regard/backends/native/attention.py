@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.backends import reference
+from regard.backends.macs import attention_macs
 from regard.backends.native import library
 from regard.backends.native.operands import TILE, Operands, definition
 from regard.backends.native.operator import Operator, Outputs, address
@@ -120,4 +121,14 @@ def _plain(operands: Operands) -> tuple[Tensor, Tensor]:
     return reference.run(definition(operands))[:2]
 
 
-attend = Operator("attention", Operands, 5, empty=_empty, forward=_forward, backward=_backward, plain=_plain)
+def _macs(operands: Operands) -> tuple[int, int]:
+    """As torch counts `scaled_dot_product_attention`: every pair, whatever the mask; backward, scores once more."""
+    q, k, v = operands[:3]
+    batch, heads, q_len, k_dim = q.shape
+    pairs, v_dim = batch * q_len * k.shape[2], v.shape[3]
+    return attention_macs(heads, k_dim, v_dim, pairs), attention_macs(heads, 3 * k_dim, 2 * v_dim, pairs)
+
+
+attend = Operator(
+    "attention", Operands, 5, empty=_empty, forward=_forward, backward=_backward, plain=_plain, macs=_macs
+)

@@ -95,13 +95,13 @@ def _selective_scan(call: SelectiveScanCall) -> tuple[Tensor, Tensor]:
 
 def convolution(call: ShortConvCall) -> tuple[Tensor, Tensor]:
     """(y, the inputs before and in the call): a fused multiply-add a tap, oldest first, as torch's own convolution."""
-    (batch, tokens, channels), reach, line = call.x.shape, call.weight.shape[1] - 1, call.line
+    (batch, tokens, channels), earlier, line = call.x.shape, call.weight.shape[1] - 1, call.line
     weight = call.weight.to(line.dtype)
-    number = None if call.starts is None else torch.nn.functional.pad(call.starts.cumsum(1), (reach, 0))
+    number = None if call.starts is None else torch.nn.functional.pad(call.starts.cumsum(1), (earlier, 0))
     y = (line.new_zeros(()) if call.bias is None else call.bias.to(line.dtype)).expand(batch, tokens, channels)
-    for tap in range(reach + 1):
+    for tap in range(earlier + 1):
         inputs = line[:, tap : tap + tokens]
-        if number is not None and tap < reach:
-            inputs = torch.where((number[:, tap : tap + tokens] == number[:, reach:])[..., None], inputs, 0.0)
+        if number is not None and tap < earlier:
+            inputs = torch.where((number[:, tap : tap + tokens] == number[:, earlier:])[..., None], inputs, 0.0)
         y = torch.addcmul(y, inputs, weight[:, tap])
     return y, line

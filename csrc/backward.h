@@ -7,66 +7,9 @@
 #include <sched.h>
 
 #include "backward_tile.h"
+#include "weight_sink.h"
 
 namespace {
-
-constexpr int kQueryBlock = 144;
-
-// Where P and dS of a query block go, [rows][stride]: as words along the queries for dV and dK, and dS along the keys
-// for dQ. In float32 both are the same rows.
-template <class Op>
-struct WeightSink;
-template <>
-struct WeightSink<Float32> {
-  word *p, *ds, *ds_rows;
-  long stride;
-  int begin;  // the group's first row
-
-  REGARD_INLINE void put(int r, int rows, int column, vf p0, vf p1, vf ds0, vf ds1) const {
-    long at = (begin + r) * stride + column;
-    store(p + at, p0);
-    store(ds + at, ds0);
-    if (r + 1 < rows) {
-      store(p + at + stride, p1);
-      store(ds + at + stride, ds1);
-    }
-  }
-  static void take(Arrays &arrays, WeightSink &sink, long stride) {
-    sink.stride = stride;
-    arrays.take(sink.p, kQueryBlock * stride);
-    arrays.take(sink.ds, kQueryBlock * stride);
-    sink.ds_rows = sink.ds;
-  }
-};
-#if defined(__AVX512BF16__)
-template <>
-struct WeightSink<Bfloat16> {
-  word *p, *ds, *ds_rows;
-  long stride;
-  int begin;
-
-  static REGARD_INLINE vf interleave(vf even, vf odd) {
-    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (vf)_mm512_permutexvar_epi16(order, halves);
-  }
-  REGARD_INLINE void put(int r, int rows, int column, vf p0, vf p1, vf ds0, vf ds1) const {
-    long at = (begin + r) / 2 * stride + column;
-    store(p + at, interleave(p0, p1));
-    store(ds + at, interleave(ds0, ds1));
-    bf16 *row = (bf16 *)ds_rows + (begin + r) * stride + column;
-    *(vh_any *)row = to_bf16(ds0);
-    if (r + 1 < rows) *(vh_any *)(row + stride) = to_bf16(ds1);
-  }
-  static void take(Arrays &arrays, WeightSink &sink, long stride) {
-    sink.stride = stride;
-    arrays.take(sink.p, kQueryBlock / 2 * stride);
-    arrays.take(sink.ds, kQueryBlock / 2 * stride);
-    arrays.take(sink.ds_rows, kQueryBlock / 2 * stride);
-  }
-};
-#endif
 
 REGARD_INLINE void wait_for(const int *counter, int turn) {
   for (int spins = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) != turn; ++spins)
@@ -75,7 +18,7 @@ REGARD_INLINE void wait_for(const int *counter, int turn) {
 
 // delta = rowsum(dO O) - d_lse for every query row, (B, Hq, Tq).
 void row_deltas(const Call &x, const regard_attention_grad &grad, float *delta) {
-  int64_t rows = x.batch * x.q_heads * x.q_len;
+  int64_t rows = row_count(x);
 #pragma omp parallel for schedule(static)
   for (int64_t n = 0; n < rows; ++n) {
     const float *d_out = grad.d_out + n * x.v_dim, *out = grad.out + n * x.v_dim;
@@ -84,12 +27,6 @@ void row_deltas(const Call &x, const regard_attention_grad &grad, float *delta) 
       sum += read_words<float, Float32>(d_out + c, x.v_dim - c) * read_words<float, Float32>(out + c, x.v_dim - c);
     delta[n] = sum_lanes(sum) - (grad.d_lse ? grad.d_lse[n] : 0.0f);
   }
-}
-
-// The two parts of a row's log-sum-exp, the lower one in base 2; +inf for a dead row: exp(s - inf) is 0.
-REGARD_INLINE void read_lse(const Call &x, int64_t n, float &lse, float &low) {
-  lse = x.lse[n] == -INFINITY ? INFINITY : x.lse[n];
-  low = x.lse_low ? x.lse_low[n] * kLog2e : 0.0f;
 }
 
 template <class In, class Op>
@@ -133,7 +70,8 @@ class Backward {
   struct Memory {
     word *k_transposed, *v_transposed, *k_rows;  // the key block, packed
     word *q, *d_out, *q_panels, *d_out_panels;   // the query block: rows, and packed as right operands
-    float *d_k, *d_v, *d_q, *lse, *low, *delta;
+    float *d_k, *d_v, *d_q, *delta;
+    RowSum *sums;
     Query *queries;
     WeightSink<Op> sink;
     TileScores<Op> scores;
@@ -153,8 +91,7 @@ class Backward {
     arrays.take(m.d_k, block * k_columns);
     arrays.take(m.d_v, block * v_columns);
     arrays.take(m.d_q, kQueryBlock * k_columns);
-    arrays.take(m.lse, kQueryBlock);
-    arrays.take(m.low, kQueryBlock);
+    arrays.take(m.sums, kQueryBlock);
     arrays.take(m.delta, kQueryBlock);
     arrays.take(m.queries, kQueryBlock);
     WeightSink<Op>::take(arrays, m.sink, block);
@@ -235,7 +172,7 @@ class Backward {
       const In *from = (const In *)x.q + q.batch * x.q_stride[0] + q.head * x.q_stride[1] + q.row * x.q_stride[2];
       copy_row<In, Op>(m.q + r * q_row, from, x.k_dim);
       round_row((Element *)(m.d_out + r * o_row), grad.d_out + n * x.v_dim, x.v_dim, o_row * Op::per_word);
-      read_lse(x, n, m.lse[r], m.low[r]);
+      m.sums[r] = row_sum(x, n);
       m.delta[r] = all_deltas[n];
     }
     long words = round_up(rows, Op::per_word), panel = kQueryBlock / Op::per_word * kPanel;
@@ -262,7 +199,7 @@ class Backward {
 
   // P and dS of the query block, 0 in the rest of each panel that a group touches.
   void weigh(Memory &m, int64_t batch, int64_t kv_head, int64_t begin_row, int rows, int64_t first) {
-    float nats = nats_of(x);
+    float factor = nats_of(x) * kLog2e;
     for (int r = 0, g = 0; r < rows; r += kTileRows, ++g) {
       int count = rows - r < kTileRows ? rows - r : kTileRows;
       fetch_rows(batch, kv_head, begin_row + r, count);
@@ -275,10 +212,9 @@ class Backward {
                            m.scores.s,
                            x.dropout_p > 0 ? m.scores.kept : nullptr,
                            x.softcap > 0 ? m.scores.slope : nullptr,
-                           m.lse + r,
-                           m.low + r,
+                           m.sums + r,
                            m.delta + r,
-                           nats};
+                           factor};
       for (int n = 0; n < m.ranges[g].count; ++n) {
         ColumnRange range = m.ranges[g].range[n];
         for (int panel = range.begin / kBackwardWidth; panel * kBackwardWidth < range.end; ++panel) {

@@ -1,6 +1,6 @@
 // Backward pass, one tile of (query, key) pairs: weights P and score gradients dS from registers.
 //
-//     P = exp(S - lse),  dP = dO V^T,  dS = P (f dP - delta),  delta = rowsum(dO O) - d_lse
+//     P = exp(S - max S) / sum exp(S - max S),  dP = dO V^T,  dS = P (f dP - delta),  delta = rowsum(dO O) - d_lse
 //
 // with f the dropout factor. P is 0 for pairs that may not attend, and dS then exactly 0, whatever V holds there.
 #pragma once
@@ -13,10 +13,11 @@ constexpr int kBackwardWidth = 48;  // columns of a tile: a multiple of 6 and of
 struct BackwardTile {
   const word *d_out, *v;  // rows of dO; V^T, kBackwardWidth columns
   long d_out_row, words;
-  const float *s;                  // [6][kBackwardWidth] scores; times `nats` they are logits
-  const float *kept, *slope;       // dropout factors and derivatives of the cap, the same shape, or null
-  const float *lse, *low, *delta;  // per row; lse is +inf for dead rows, low in base 2
-  float nats;
+  const float *s;             // [6][kBackwardWidth] scores, as stored
+  const float *kept, *slope;  // dropout factors and derivatives of the cap, the same shape, or null
+  const RowSum *sum;          // per row
+  const float *delta;
+  float factor;  // from differences of scores to base-2 logits
 };
 
 template <class Op, int R, int V, class Sink>
@@ -30,8 +31,7 @@ void backward_tile(const BackwardTile &a, const Sink &sink, int column, int offs
       constexpr int next = r + 1 < R ? r + 1 : r;
       auto at = [&](int row) { return row * kBackwardWidth + offset + v * kLanes; };
       auto weight = [&](int row) __attribute__((always_inline)) {
-        vf above = load(a.s + at(row)) * a.nats - a.lse[row];  // rounded once: -ffp-contract=fast
-        return exp2v<Op::coarse>(above * kLog2e - a.low[row]);
+        return exp2v<Op::coarse>((load(a.s + at(row)) - a.sum[row].top) * a.factor - a.sum[row].log2_sum);
       };
       auto gradient = [&](int row, vf p, vf dp) __attribute__((always_inline)) {
         if (a.kept) dp *= load(a.kept + at(row));

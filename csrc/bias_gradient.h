@@ -37,12 +37,12 @@ class BiasGradient {
     }
     memset(grad.d_bias, 0, (last + 1) * sizeof(float));
     int64_t batches = stride[0] ? x.batch : 1, heads = stride[1] ? x.q_heads : 1;
-    int64_t chunks = stride[2] ? (x.q_len + kQueryBlock - 1) / kQueryBlock : 1;
+    int64_t blocks = stride[2] ? (x.q_len + kQueryBlock - 1) / kQueryBlock : 1;
     auto add = [&](const Query &q, int64_t column, const float *ds, int count) {
       float *to = grad.d_bias + q.batch * stride[0] + q.head * stride[1] + q.row * stride[2] + column * stride[3];
       for (int c = 0; c < count; ++c) to[c * stride[3]] += ds[c];
     };
-    return for_owners(batches, heads, chunks, add);
+    return for_owners(batches, heads, blocks, add);
   }
 
   int relative() {
@@ -64,7 +64,8 @@ class BiasGradient {
 
   struct Memory {
     word *k_transposed, *v_transposed, *q, *d_out;
-    float *lse, *low, *delta;
+    float *delta;
+    RowSum *sums;
     Query *queries;
     TileScores<Op> scores;
     GradientSink sink;
@@ -74,25 +75,24 @@ class BiasGradient {
     arrays.take(m.v_transposed, kBackwardWidth * v_words);
     arrays.take(m.q, kQueryBlock * q_row);
     arrays.take(m.d_out, kQueryBlock * o_row);
-    arrays.take(m.lse, kQueryBlock);
-    arrays.take(m.low, kQueryBlock);
+    arrays.take(m.sums, kQueryBlock);
     arrays.take(m.delta, kQueryBlock);
     arrays.take(m.queries, kQueryBlock);
     arrays.take(m.sink.ds, kTileRows * kBackwardWidth);
     TileScores<Op>::take(arrays, m.scores);
   }
 
-  // Calls `work` on every chunk of query rows; those that share an owner run in order on one thread.
+  // Calls `work` on every block of query rows; those that share an owner run in order on one thread.
   template <class Add>
-  int for_owners(int64_t batches, int64_t heads, int64_t chunks, const Add &add) {
+  int for_owners(int64_t batches, int64_t heads, int64_t blocks, const Add &add) {
     int failed = 0;
-    int64_t all_chunks = (x.q_len + kQueryBlock - 1) / kQueryBlock;
+    int64_t all_blocks = (x.q_len + kQueryBlock - 1) / kQueryBlock;
 #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t owner = 0; owner < batches * heads * chunks; ++owner) {
-      int64_t chunk = owner % chunks, head = owner / chunks % heads, batch = owner / chunks / heads;
+    for (int64_t owner = 0; owner < batches * heads * blocks; ++owner) {
+      int64_t block = owner % blocks, head = owner / blocks % heads, batch = owner / blocks / heads;
       for (int64_t b = batch; b < (batches > 1 ? batch + 1 : x.batch); ++b)
         for (int64_t h = head; h < (heads > 1 ? head + 1 : x.q_heads); ++h)
-          for (int64_t c = chunk; c < (chunks > 1 ? chunk + 1 : all_chunks); ++c)
+          for (int64_t c = block; c < (blocks > 1 ? block + 1 : all_blocks); ++c)
             if (!work(b, h, c * kQueryBlock, add)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
     }
     return failed ? kNoMemory : kOk;
@@ -110,7 +110,7 @@ class BiasGradient {
       m.queries[r] = query_of(x, batch, head, row);
       copy_row<In, Op>(m.q + r * q_row, from, x.k_dim);
       round_row((Element *)(m.d_out + r * o_row), grad.d_out + n * x.v_dim, x.v_dim, o_row * Op::per_word);
-      read_lse(x, n, m.lse[r], m.low[r]);
+      m.sums[r] = row_sum(x, n);
       m.delta[r] = all_deltas[n];
     }
     int64_t kv_head = head / (x.q_heads / x.kv_heads);
@@ -148,10 +148,9 @@ class BiasGradient {
                            m.scores.s,
                            x.dropout_p > 0 ? m.scores.kept : nullptr,
                            nullptr,
-                           m.lse + r,
-                           m.low + r,
+                           m.sums + r,
                            m.delta + r,
-                           nats_of(x)};
+                           nats_of(x) * kLog2e};
       backward_tiles<Op>(tile, m.sink, group.rows, 0, range.begin, (range.end - range.begin) / kUnit);
       for (int i = 0; i < group.rows; ++i)
         add(m.queries[r + i], first + range.begin, m.sink.ds + i * kBackwardWidth + range.begin,
@@ -161,29 +160,27 @@ class BiasGradient {
 };
 
 // Few rows went through the decode kernel, which adds products in another order than the backward pass does: with large
-// scores their log-sum-exp would not fit the weights. So it is computed anew in the backward pass's order, into `room`.
+// scores its maxima and outputs would not fit the weights. So they are computed anew in the backward pass's order, into
+// `room`, for (v_dim + 4) floats a row.
 template <class In, class Op>
-int repeat_few_rows(Call &call, float *room) {
-  int64_t rows = call.batch * call.q_heads * call.q_len;
-  call.lse = room, call.lse_low = room + rows, call.out = room + 2 * rows, call.out_f32 = 1;
+int repeat_few_rows(Call &call, regard_attention_grad &grad, float *room) {
+  int64_t rows = row_count(call);
+  call.lse = room, call.kept = room + rows, call.out = room + 4 * rows, call.out_f32 = 1;
   call.out_stride[2] = call.v_dim, call.out_stride[1] = call.q_len * call.v_dim;
   call.out_stride[0] = call.q_heads * call.out_stride[1];
+  grad.out = (const float *)call.out;
   return Forward<In, Op>(call).run();
 }
 
 template <class In, class Op>
-int backward(Call call, const regard_attention_grad &grad) {
-  int64_t rows = call.batch * call.q_heads * call.q_len;
+int backward(Call call, regard_attention_grad grad) {
+  int64_t rows = row_count(call);
   bool few = has_few_rows(call);
-  float *delta = (float *)malloc(rows * (few ? call.v_dim + 3 : 1) * sizeof(float));
+  float *delta = (float *)malloc(rows * (few ? call.v_dim + 5 : 1) * sizeof(float));
   if (!delta) return kNoMemory;
-  row_deltas(call, grad, delta);
-  int status = few ? repeat_few_rows<In, Op>(call, delta + rows) : kOk;
-  if (status != kOk) {
-    free(delta);
-    return status;
-  }
-  if (grad.d_q || grad.d_k || grad.d_v) status = Backward<In, Op>(call, grad, delta).run();
+  int status = few ? repeat_few_rows<In, Op>(call, grad, delta + rows) : kOk;
+  if (status == kOk) row_deltas(call, grad, delta);
+  if (status == kOk && (grad.d_q || grad.d_k || grad.d_v)) status = Backward<In, Op>(call, grad, delta).run();
   if (status == kOk && grad.d_bias) status = BiasGradient<In, Op>(call, grad, delta).dense();
   if (status == kOk && grad.d_relative) status = BiasGradient<In, Op>(call, grad, delta).relative();
   free(delta);

@@ -93,11 +93,11 @@ double compare(Kind kind, bool low_precision) {
 
   const auto run = [&](auto forward, auto backward) {
     std::vector<std::vector<float>> x;
-    for (int64_t n : {rows * v_dim, rows, rows, rows * k_dim, batch * kv_heads * k_len * k_dim,
+    for (int64_t n : {rows * v_dim, rows, 3 * rows, rows * k_dim, batch * kv_heads * k_len * k_dim,
                       batch * kv_heads * k_len * v_dim, heads * q_len * k_len, heads * (q_len + k_len)})
       x.emplace_back(n, 0.0f);
     regard_attention own = call;
-    own.out = x[0].data(), own.lse = x[1].data(), own.lse_low = x[2].data();
+    own.out = x[0].data(), own.lse = x[1].data(), own.kept = x[2].data();
     int failed = forward(&own);
     regard_attention_grad grad = {};
     grad.d_out = d_out.data(), grad.d_lse = d_lse.data(), grad.out = x[0].data();
@@ -107,7 +107,7 @@ double compare(Kind kind, bool low_precision) {
     if (call.bias) grad.d_bias = x[6].data(), memcpy(grad.d_bias_stride, square, sizeof square);
     if (call.relative) grad.d_relative = x[7].data();
     failed |= backward(&own, &grad);
-    x[2].assign(x[2].size(), failed ? INFINITY : 0.0f);  // the low part belongs to a set
+    x[2].assign(x[2].size(), failed ? INFINITY : 0.0f);  // what is kept belongs to a set
     return x;
   };
   const auto want = run(regard::plain::attention_forward, regard::plain::attention_backward);

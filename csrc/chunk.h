@@ -79,31 +79,6 @@ struct Head {
   REGARD_INLINE bool opens(long first, long n) const { return starts && memchr(starts + first, 1, n); }
 };
 
-// e^x for x <= 0 to the last bit or so, exactly 1 at 0: decays compound over many tokens. 0 at -inf, NaN at NaN.
-REGARD_INLINE vf decay_exp(vf x) {
-  x = vmax(splat(-150.0f), x);
-  vf n = x * kLog2e;
-#if defined(__AVX512F__)
-  n = (vf)_mm512_roundscale_ps((__m512)n, 0x08);
-#else
-  n = (n - 12582912.0f) + 12582912.0f;  // to an integer: the bits below 1 fall off
-#endif
-  vf r = n * -0.693359375f + x;
-  r = n * 2.12194440e-4f + r;
-  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-  vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
-  return p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
-#endif
-}
-
 // ---- decays ---------------------------------------------------------------------------------------------------------
 
 // Rows of k and q, from row `first` of the head; rows from n on are 0.

@@ -2,7 +2,9 @@
 #pragma once
 #include <omp.h>
 
-#include "chunk.h"
+#include "panels.h"
+#include "recurrent.h"
+#include "regard.h"
 
 namespace {
 
@@ -100,7 +102,7 @@ struct ConvGradients {
   }
   REGARD_INLINE long weight_at(long tap) const { return tap * rows.x.channels + rows.begin; }
 
-  // The gradient of input s (below 0: of the state): the outputs from it on that it reached, in their order.
+  // The gradient of input s (below 0: of the state): the outputs from it on that read it, in their order.
   void input(long s) const {
     const regard_conv &x = rows.x;
     long past = x.taps - 1, row = s < 0 ? rows.batch * past + past + s : rows.batch * x.tokens + s;

@@ -1,7 +1,7 @@
 // Softmax attention, forward, for a few query rows against many keys: reading the cache is the work.
 //
-// Keys are cut into chunks at fixed slots. A task reads one chunk of one kv head once for all query rows of its heads
-// and leaves an unnormalised sum; the chunks of a row are then merged in order. Nothing is packed but pairs of
+// Keys are cut into splits at fixed slots. A task reads one split of one kv head once for all query rows of its heads
+// and leaves an unnormalised sum; the splits of a row are then merged in order. Nothing is packed but pairs of
 // bfloat16 values, where V is no whole panels wide.
 #pragma once
 #include "forward.h"
@@ -93,11 +93,11 @@ class Decode {
     q_row = round_up(k_words, kLanes);
     columns = round_up(x.v_dim, kUnit);
     rows = (int)(x.q_len * group_heads);
-    chunks = (x.k_len + kDecodeKeys - 1) / kDecodeKeys;
+    splits = (x.k_len + kDecodeKeys - 1) / kDecodeKeys;
   }
 
   int run() {
-    int64_t pairs = x.batch * x.kv_heads, tasks = pairs * chunks;
+    int64_t pairs = x.batch * x.kv_heads, tasks = pairs * splits;
     int failed = 0;
     // per task and row: the sum of weights times V, then the running maximum and the sum of weights
     float *parts = (float *)malloc((tasks * rows * (columns + 2) + 1) * sizeof(float));
@@ -106,11 +106,11 @@ class Decode {
     {
 #pragma omp for schedule(dynamic, 1)
       for (int64_t task = 0; task < tasks; ++task)
-        if (!work(task / chunks, task % chunks, parts + task * rows * (columns + 2)))
+        if (!work(task / splits, task % splits, parts + task * rows * (columns + 2)))
           __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
 #pragma omp for schedule(static)
       for (int64_t n = 0; n < pairs * rows; ++n)
-        if (!failed) merge(n / rows, (int)(n % rows), parts + n / rows * chunks * rows * (columns + 2));
+        if (!failed) merge(n / rows, (int)(n % rows), parts + n / rows * splits * rows * (columns + 2));
     }
     free(parts);
     return failed ? kNoMemory : kOk;
@@ -121,7 +121,7 @@ class Decode {
   long group_heads, k_words, q_row, columns;
   bool only_scaled;
   int rows;
-  int64_t chunks;
+  int64_t splits;
 
   struct Memory {
     word *q, *v;
@@ -134,7 +134,7 @@ class Decode {
     return query_of(x, pair / x.kv_heads, pair % x.kv_heads * group_heads + row % group_heads, row / group_heads);
   }
 
-  bool work(int64_t pair, int64_t chunk, float *part) {
+  bool work(int64_t pair, int64_t split, float *part) {
     Memory m;
     bool fits = reserve([&](Arrays &arrays) {
       arrays.take(m.q, kFewRows * q_row);
@@ -155,7 +155,7 @@ class Decode {
     }
     memset(m.q + rows * q_row, 0, (kFewRows - rows) * q_row * sizeof(word));  // products take rows in fours
     memset(part, 0, rows * columns * sizeof(float));
-    int64_t first = chunk * kDecodeKeys, batch = pair / x.kv_heads, kv_head = pair % x.kv_heads;
+    int64_t first = split * kDecodeKeys, batch = pair / x.kv_heads, kv_head = pair % x.kv_heads;
     KeyRange hull = hull_of(m.queries, rows);
     int64_t low = hull.prefix > 0 ? 0 : hull.low, high = hull.high > hull.prefix ? hull.high : hull.prefix;
     int begin = (int)(clamp(low - first, 0, kDecodeKeys) / kUnit * kUnit),
@@ -298,7 +298,7 @@ class Decode {
     long size = rows * (columns + 2);
     const float *top = parts + rows * columns + row, *sum = top + rows;
     merge_row<In>(
-        x, query(pair, row), chunks, columns, parts + row * columns,
+        x, query(pair, row), splits, columns, parts + row * columns,
         [&](int64_t n) { return parts + n * size + row * columns; }, [&](int64_t n) { return top[n * size]; },
         [&](int64_t n) { return sum[n * size]; });
   }

@@ -97,6 +97,7 @@ REGARD_EXPORT int regard_attention_forward(const regard_attention *call) {
 
 REGARD_EXPORT int regard_attention_backward(const regard_attention *call, const regard_attention_grad *grad) {
   const int status = refused(*call);
+  if (!status && !call->kept) return REGARD_SMALL_BUFFER;
   return status ? status : chosen()->kernels->attention_backward(call, grad);
 }
 

@@ -50,7 +50,7 @@ struct Fields;
 
 DESCRIBE(regard_attention, FIELD(batch), FIELD(q_heads), FIELD(kv_heads), FIELD(q_len), FIELD(k_len), FIELD(k_dim),
          FIELD(v_dim), FIELD(dtype), FIELD(scale), FIELD(softcap), FIELD(q), FIELD(k), FIELD(v), FIELD(out), FIELD(lse),
-         FIELD(lse_low), FIELD(out_f32), FIELD(q_stride), FIELD(k_stride), FIELD(v_stride), FIELD(out_stride),
+         FIELD(kept), FIELD(out_f32), FIELD(q_stride), FIELD(k_stride), FIELD(v_stride), FIELD(out_stride),
          FIELD(q_start), FIELD(low), FIELD(high), FIELD(prefix), FIELD(k_length), FIELD(keep), FIELD(q_segment),
          FIELD(k_segment), FIELD(mask), FIELD(mask_stride), FIELD(layout), FIELD(layout_stride), FIELD(layout_rows),
          FIELD(layout_cols), FIELD(bias), FIELD(bias_stride), FIELD(relative), FIELD(relative_stride),

@@ -87,10 +87,14 @@ REGARD_INLINE void write_row(const Call &x, const Query &q, const float *sums, f
   }
   if (!x.lse) return;
   int64_t n = (q.batch * x.q_heads + q.head) * x.q_len + q.row;
+  bool dead = sum == 0;
   float nats = nats_of(x), rest = logf(sum), lse = fmaf(top, nats, rest);
-  x.lse[n] = sum == 0 ? -INFINITY : lse;
-  // weights recomputed from a rounded log-sum-exp would be off by its last bit: much, where scores are large
-  if (x.lse_low) x.lse_low[n] = sum == 0 ? 0.0f : fmaf(top, nats, -lse) + rest;
+  x.lse[n] = dead ? -INFINITY : lse;
+  if (!x.kept) return;
+  float *low = x.kept + n, *tops = low + row_count(x), *log2_sum = tops + row_count(x);
+  *low = dead || lse - lse != 0 ? 0.0f : fmaf(top, nats, -lse) + rest;
+  *tops = dead ? 0.0f : top;
+  *log2_sum = dead ? INFINITY : log2f(sum);
 }
 
 // A row whose keys were read in `count` parts, merged in the order of the keys. `part(n)` is the n-th part's sums of
@@ -135,17 +139,17 @@ class Forward {
     int64_t pairs = x.batch * x.kv_heads;
     if (threads() > 1)
       while (rows > 96 && pairs * splits * ((flat + rows - 1) / rows) < 4 * threads()) rows = (rows + 1) / 2;
-    chunks = (flat + rows - 1) / rows;
+    slices = (flat + rows - 1) / rows;
   }
 
   int run() {
-    int64_t pairs = x.batch * x.kv_heads, tasks = pairs * splits * chunks;
+    int64_t pairs = x.batch * x.kv_heads, tasks = pairs * splits * slices;
     int failed = 0;
     if (splits > 1 && !(parts = (float *)malloc(pairs * splits * flat * part_row() * sizeof(float)))) return kNoMemory;
 #pragma omp parallel for schedule(dynamic, 1) if (tasks > 1)
     for (int64_t task = 0; task < tasks; ++task) {
-      int64_t chunk = chunks - 1 - task / (pairs * splits), split = task / pairs % splits, pair = task % pairs;
-      if (!work(pair, split, flat * chunk / chunks, flat * (chunk + 1) / chunks)) {
+      int64_t slice = slices - 1 - task / (pairs * splits), split = task / pairs % splits, pair = task % pairs;
+      if (!work(pair, split, flat * slice / slices, flat * (slice + 1) / slices)) {
 #pragma omp atomic write
         failed = 1;
       }
@@ -161,7 +165,7 @@ class Forward {
   const Call &x;
   long group_heads;
   bool only_scaled;
-  long k_words, q_words, columns, panels, flat, chunks;
+  long k_words, q_words, columns, panels, flat, slices;
   int64_t splits;
   int block;
   float *parts = nullptr;  // of split rows, per pair, split and row: sums, then the maximum and the sum of weights

@@ -123,16 +123,21 @@ void forward_row(const regard_attention &a, const Row &row, float *scratch) {
     store(a.out, at(a.out_stride, row.b, row.h, row.r) + d, dead ? 0 : acc[d] / total, wide);
   const int64_t line = (row.b * a.q_heads + row.h) * a.q_len + row.r;
   a.lse[line] = dead ? -INFINITY : top + logf(total);
-  if (a.lse_low) a.lse_low[line] = dead ? 0 : (top - a.lse[line]) + logf(total);
+  if (!a.kept) return;
+  const int64_t rows = a.batch * a.q_heads * a.q_len;
+  a.kept[line] = dead ? 0 : (top - a.lse[line]) + logf(total);
+  a.kept[rows + line] = dead ? 0 : top;
+  a.kept[2 * rows + line] = dead ? INFINITY : log2f(total);
 }
 
 void backward_row(const regard_attention &a, const regard_attention_grad &g, const Row &row, float *scratch) {
   float *x = scratch, *dx = x + a.k_dim;
   const int64_t kv = row.h / (a.q_heads / a.kv_heads), line = (row.b * a.q_heads + row.h) * a.q_len + row.r;
-  const float lse = a.lse[line], low = a.lse_low ? a.lse_low[line] : 0, *d_out = g.d_out + line * a.v_dim,
-              *out = g.out + line * a.v_dim;
+  const int64_t rows = a.batch * a.q_heads * a.q_len;
+  const float top = a.kept[rows + line], log2_sum = a.kept[2 * rows + line];
+  const float *d_out = g.d_out + line * a.v_dim, *out = g.out + line * a.v_dim;
   for (int64_t d = 0; d < a.k_dim; ++d) dx[d] = 0;
-  if (lse != -INFINITY) {
+  if (log2_sum != INFINITY) {
     load_row(x, a.q, at(a.q_stride, row.b, row.h, row.r), a.k_dim, a.dtype);
     float delta = g.d_lse ? -g.d_lse[line] : 0;
     for (int64_t d = 0; d < a.v_dim; ++d) delta += d_out[d] * out[d];
@@ -140,7 +145,7 @@ void backward_row(const regard_attention &a, const regard_attention_grad &g, con
       if (!row.allows(c)) continue;
       const float capped = row.capped(row.product(x, c)), score = capped + row.bias(c);
       if (score == -INFINITY) continue;
-      const float weight = expf(score - lse - low), kept = row.kept(c);
+      const float weight = expf(score - top) / exp2f(log2_sum), kept = row.kept(c);
       const int64_t v_at = at(a.v_stride, row.b, kv, c), key = (row.b * a.kv_heads + kv) * a.k_len + c;
       float dp = 0;
       for (int64_t d = 0; d < a.v_dim; ++d) dp += d_out[d] * load(a.v, v_at + d, a.dtype);

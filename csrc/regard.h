@@ -18,9 +18,10 @@ typedef struct regard_attention {
   int32_t dtype;
   float scale, softcap;  // softcap 0: none
   const void *q, *k, *v;
-  void *out;       // (B, Hq, Tq, Dv): the output in `dtype`, or in float32 when out_f32 is not 0
-  float *lse;      // (B, Hq, Tq) contiguous, natural log; -inf where no key is allowed
-  float *lse_low;  // (B, Hq, Tq) contiguous: what `lse` lost by rounding, for the set's own backward pass; or null
+  void *out;    // (B, Hq, Tq, Dv): the output in `dtype`, or in float32 when out_f32 is not 0
+  float *lse;   // (B, Hq, Tq) contiguous, natural log; -inf where no key is allowed
+  float *kept;  // (3, B, Hq, Tq) contiguous, for the set's own backward pass: what `lse` lost by rounding, the row's
+                // largest score as the set stores scores, and log2 of its sum over that; or null where none follows
   int32_t out_f32;
   int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3];  // batch, head, token
 

@@ -2,7 +2,9 @@
 #pragma once
 #include <omp.h>
 
-#include "chunk.h"
+#include "panels.h"
+#include "recurrent.h"
+#include "regard.h"
 
 namespace {
 

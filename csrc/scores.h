@@ -70,13 +70,24 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
 REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
 // Whether `hide` does no more than `cut`.
 REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
-// Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way. The backward
-// pass then subtracts the log-sum-exp from a score times the scale, which must not be rounded before.
+// Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way.
 REGARD_INLINE bool is_only_scaled(const Call &x) {
-  return kFused && !has_mask(x) && !x.relative && x.softcap == 0 && x.scale > 0 && x.scale * kLog2e < INFINITY;
+  return !x.bias && !x.relative && x.softcap == 0 && x.scale > 0 && x.scale * kLog2e < INFINITY;
 }
 // The factor from scores as they are stored, raw products or logits, to logits in nats.
 REGARD_INLINE float nats_of(const Call &x) { return is_only_scaled(x) ? x.scale : 1.0f; }
+
+// What the forward pass leaves of a row for the backward pass: weights are 2 to the (score - top) factor - log2_sum, as
+// the softmax formed them. No log-sum-exp could stand for the two: in float32 it is rounded, where scores are large by
+// many nats. For a row that attends to nothing they are 0 and +inf: then weights are 0.
+struct RowSum {
+  float top, log2_sum;  // the row's largest score, as stored; and of the sum of 2 to the (score - top) factor
+};
+REGARD_INLINE int64_t row_count(const Call &x) { return x.batch * x.q_heads * x.q_len; }
+REGARD_INLINE RowSum row_sum(const Call &x, int64_t n) {
+  const float *tops = x.kept + row_count(x);
+  return {tops[n], tops[row_count(x) + n]};
+}
 
 REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
   const int64_t *stride = x.layout_stride;

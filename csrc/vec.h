@@ -22,13 +22,6 @@ constexpr int kLanes = 4;
 constexpr int kTileVectors = 4;
 #endif
 
-// Whether a * b + c is rounded once (-ffp-contract=fast).
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__FP_FAST_FMAF)
-constexpr bool kFused = true;
-#else
-constexpr bool kFused = false;
-#endif
-
 constexpr int kUnit = 16;  // columns are cut at multiples of 16 on every instruction set
 constexpr int kUnitVectors = kUnit / kLanes;
 
@@ -207,6 +200,33 @@ REGARD_INLINE vf exp2v(vf x) {
 #endif
 }
 
+constexpr float kLog2e = 1.4426950408889634f;
+
+// e^x for x <= 0 to the last bit or so, exactly 1 at 0: decays compound over many tokens. 0 at -inf, NaN at NaN.
+REGARD_INLINE vf decay_exp(vf x) {
+  x = vmax(splat(-150.0f), x);
+  vf n = x * kLog2e;
+#if defined(__AVX512F__)
+  n = (vf)_mm512_roundscale_ps((__m512)n, 0x08);
+#else
+  n = (n - 12582912.0f) + 12582912.0f;  // to an integer: the bits below 1 fall off
+#endif
+  vf r = n * -0.693359375f + x;
+  r = n * 2.12194440e-4f + r;
+  vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
+  return p * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
+#endif
+}
+
 REGARD_INLINE vf tanhv(vf x) {
   vf size = x < 0.0f ? -x : x, square = x * x;
   vf small = square * -0.00571704f + 0.02065058f;
@@ -219,7 +239,5 @@ REGARD_INLINE vf tanhv(vf x) {
   large = x < 0.0f ? -large : large;
   return size < 0.625f ? small : large;
 }
-
-constexpr float kLog2e = 1.4426950408889634f;
 
 }  // namespace

@@ -25,7 +25,7 @@ from math import prod
 
 from torch import float16, nn
 
-from regard.backends.recurrent.matrices import CHUNK
+from regard.backends.macs import attention_macs, delta_macs, matrix_step_macs, state_macs
 from regard.caches import StateCache, WindowCache
 from regard.masks.base import reach as furthest_of
 from regard.mixers.delta_rule import DeltaRuleLayer
@@ -48,6 +48,7 @@ __all__ = [
     "footprint",
     "idle_parameters",
     "matrix_macs",
+    "matrix_step_macs",
     "prefill_macs",
     "state_macs",
     "step_macs",
@@ -67,28 +68,6 @@ def causal_pairs(tokens: int, window: int | None = None) -> int:
     """
     seen = _met(tokens, window)
     return tokens * seen - seen * (seen - 1) // 2
-
-
-def attention_macs(heads: int, key_dim: int, value_dim: int, pairs: int) -> int:
-    """Scores, and sums of values, over pairs of a query and a key."""
-    return heads * (key_dim + value_dim) * pairs
-
-
-def state_macs(key_heads: int, heads: int, key_dim: int, value_dim: int, tokens: int) -> int:
-    """A matrix state with or without a decay, in chunks: products inside them, reads and writes of the state between.
-
-    >>> state_macs(64, 64, 128, 128, 1000) == 64 * 1000 * (2 * CHUNK * 128 + 2 * 128 * 128)  # lightning attention
-    True
-    """
-    chunk = min(CHUNK, tokens)
-    return tokens * (key_heads * chunk * key_dim + heads * (chunk * value_dim + 2 * key_dim * value_dim))
-
-
-def delta_macs(heads: int, key_dim: int, value_dim: int, tokens: int) -> int:
-    """The delta rule in chunks: the same and a triangular solve."""
-    chunk = min(CHUNK, tokens)
-    inner = chunk * (3 * key_dim + 2 * value_dim) + 3 * key_dim * value_dim
-    return heads * tokens * inner + heads * tokens * chunk * chunk // 3
 
 
 def experts_touched(experts: int, chosen: int, tokens: int) -> float:
@@ -252,7 +231,9 @@ def _(layer: RecurrentLayer, tokens: int) -> int:
 @step_macs.register
 def _(layer: RecurrentLayer, cached: int) -> int:
     shape = _state(layer)
-    return 2 * prod(shape) if isinstance(layer, LinearAttention) else _step(shape)
+    if len(shape) == 3:
+        return matrix_step_macs(*shape, decays=not isinstance(layer, LinearAttention))
+    return _step(shape)
 
 
 @prefill_macs.register
@@ -263,7 +244,7 @@ def _(layer: DeltaRuleLayer, tokens: int) -> int:
 @step_macs.register
 def _(layer: DeltaRuleLayer, cached: int) -> int:
     decays = type(layer).log_decay is not DeltaRuleLayer.log_decay
-    return (3 + decays) * layer.heads * layer.key_dim * layer.value_dim
+    return matrix_step_macs(layer.heads, layer.key_dim, layer.value_dim, decays=decays, delta=True)
 
 
 def _state(layer: RecurrentLayer) -> tuple[int, ...]:

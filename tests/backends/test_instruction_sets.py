@@ -16,7 +16,7 @@ SCRIPT = """
 import sys
 sys.path[:0] = sys.argv[1:3]
 import torch
-import test_native_score_range
+import test_native_score_range as score_range
 from attention_calls import BIASES, MASKS, inputs
 from native_calls import agrees
 from regard.masks import Causal
@@ -28,8 +28,17 @@ for mask in ("window", "documents", "by head"):
         agrees(*inputs(), dtype, **options)
         agrees(*inputs(70, 100), dtype, mask=Causal())
 for lengths in ((1, 9), (33, 1100)):
-    test_native_score_range.test_products_that_are_exact(*lengths, 1e10)
-test_native_score_range.test_gradients_of_equal_keys(40, 300, 1e9)
+    score_range.test_products_that_are_exact(*lengths, 1e37)
+for size in (1e9, 1e36):
+    score_range.test_gradients_of_equal_keys(40, 300, size)
+for pair in score_range.PRODUCTS[3:6:2]:
+    score_range.test_gradients_whatever_the_scale(3, 7, *pair)
+    score_range.test_gradients_whatever_the_scale(40, 300, *pair)
+    score_range.test_gradients_whatever_the_scale_in_half_precision(*pair)
+    score_range.test_gradients_whatever_the_scale_under_every_term(40, *pair)
+    score_range.test_gradients_of_packed_rows_whatever_the_scale(*pair)
+for rows in (3, 40):
+    score_range.test_scores_beyond_float32_take_everything(rows)
 """
 
 

@@ -89,12 +89,12 @@ def test_opcheck(options):
     leaves = {name: x.detach().requires_grad_() for name, x in trained.items() if x is not None}
     torch.library.opcheck(torch.ops.regard.attention_forward.default, (*plain._replace(**leaves), True))
     torch.library.opcheck(torch.ops.regard.attention_forward.default, (*plain, False))
-    out, lse, low = torch.ops.regard.attention_forward(*plain, True)
+    out, lse, kept = torch.ops.regard.attention_forward(*plain, True)
     backward = torch.ops.regard.attention_backward.default
     wanted = [x is not None for x in trained.values()]
-    torch.library.opcheck(backward, (torch.randn_like(out), torch.randn_like(lse), out, lse, low, *plain, wanted))
+    torch.library.opcheck(backward, (torch.randn_like(out), torch.randn_like(lse), out, lse, kept, *plain, wanted))
     torch.library.opcheck(
-        backward, (torch.randn_like(out), None, out, lse, low, *plain, [False, True, False, False, False])
+        backward, (torch.randn_like(out), None, out, lse, kept, *plain, [False, True, False, False, False])
     )
 
 
@@ -180,6 +180,11 @@ def test_a_buffer_that_is_too_small_is_refused(monkeypatch):
         regard.recurrence(q.requires_grad_(), q, q, Decay(torch.zeros(2)), backend="native")
     with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
         regard.selective_scan(x, x, -torch.ones(300, 2), x[..., :2], x[..., :2], backend="native")
+    heads = torch.ones(1, 1, 20, 4)
+    operands = operands_of(_call(heads, heads, heads, None, None, None, None, None, 0.0, None, True))
+    outputs = torch.ops.regard.attention_forward(*operands, False)  # nothing is kept
+    with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
+        torch.ops.regard.attention_backward(heads, None, *outputs, *operands, [True] * 3 + [False] * 2)
     state["regard_selective_every"] = 64
     y, _ = regard.selective_scan(x, x, -torch.ones(300, 2), x[..., :2], x[..., :2], backend="native")
     with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):

@@ -1,13 +1,15 @@
 """The native kernels over the whole range of scores: differences are formed from what is stored, in any unit."""
 
+import math
+
 import pytest
 import torch
 from attention_calls import made
-from native_calls import LOW, needs_native
+from native_calls import LOW, needs_native, results
 
 import regard
 from regard.biases import Dense, RelativeTable
-from regard.masks import Causal, Window
+from regard.masks import Band, Causal, KeyLengths, KeyPadding, Segments, Window
 
 pytestmark = needs_native
 LOWEST = torch.finfo(torch.float32).min
@@ -121,7 +123,7 @@ def test_large_scores_with_a_softcap():
     same(q, k, v, scale=1.0, softcap=1e20)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e5, 1e9])
+@pytest.mark.parametrize("size", [1.0, 1e5, 1e9, 1e12, 1e20, 1e30, 1e36])
 @pytest.mark.parametrize(("q_len", "k_len"), [(3, 7), (40, 300)])
 def test_gradients_of_equal_keys(q_len, k_len, size):
     """Keys that are equal get equal weights in both passes, though no float32 holds their scaled scores."""
@@ -133,3 +135,108 @@ def test_gradients_of_equal_keys(q_len, k_len, size):
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), rtol=0, atol=1e-5)
     (d_v,) = torch.autograd.grad(out, v, d_out)
     torch.testing.assert_close(d_v, (d_out.sum((1, 2), keepdim=True) / k_len).expand_as(v), rtol=0, atol=1e-5)
+
+
+# ---- gradients, against the definition in float64 --------------------------------------------------------------------
+
+SCALE, LARGE, SMALL = torch.tensor([0.3, 1e22, 2e-36]).tolist()  # as float32 holds them
+PRODUCTS = [(1e8, SCALE), (1e12, SCALE), (1e20, SCALE), (1e30, SCALE), (3e36, SCALE), (1e8, LARGE), (1e36, SMALL)]
+
+
+def tied(q_len, k_len, size, dtype=torch.float32):
+    """Queries of 4 heads, keys and values of 2: products are exact, up to `size`, and every key has one that ties.
+
+    The last channel of keys is read by no query: keys that tie differ there.
+    """
+    step = 2.0 ** math.floor(math.log2(size / 1000))
+    number = torch.arange(k_len) // 2 % 200 + 1.0
+    k = torch.stack([number * step, -number * step, made(k_len).round()], -1).float()
+    q = torch.stack([torch.arange(q_len) % 3 + 2.0, torch.arange(q_len) % 2 * 0.5, torch.zeros(q_len)], -1)
+    q = torch.stack([q, -q, 2 * q.flip(0), q[:1].expand_as(q)])  # heads that read the largest keys, and the smallest
+    q, k = q.expand(2, -1, -1, -1), torch.stack([k, k.flip(0)]).expand(2, -1, -1, -1)
+    return q.to(dtype), k.to(dtype), made(2, 2, k_len, 5).to(dtype)
+
+
+def as_defined(q, k, v, scale, **options):
+    """Output, log-sum-exp and every gradient are those of the definition in float64."""
+    want = results("reference", *(x.double() for x in (q, k, v)), scale=scale, **options)
+    got = results("native", q, k, v, scale=scale, **options)
+    # the gradient of a score is right to the dtype's rounding, and is then multiplied by keys and queries
+    q_room, k_room = (scale * x.double().abs().amax((0, 1, 2)).clamp_min(1.0) for x in (k, q))
+    rooms = [torch.tensor(1.0), torch.tensor(1.0), q_room, k_room] + [torch.tensor(1.0)] * (len(want) - 4)
+    for one, other, least in zip(got, want, rooms, strict=True):
+        one, other = one.detach().double(), other.detach()
+        finite = other.isfinite()
+        assert torch.equal(one.isfinite(), finite)
+        size = torch.where(finite, other.abs(), 0.0)
+        size = torch.maximum(size.amax((0, 1, 2)) if least.ndim else size.max(), least)
+        error = torch.where(finite, one - other, 0.0).abs() / size
+        assert float(error.max()) < LOW[q.dtype], float(error.max())
+    if "dropout_p" in options:  # drawn anew
+        return
+    untracked = regard.attention(q, k, v, scale=scale, backend="native", **options)
+    torch.testing.assert_close(untracked.double(), want[0].detach(), rtol=0, atol=3 * LOW[q.dtype])
+
+
+@pytest.mark.parametrize(("size", "scale"), PRODUCTS)
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 9), (3, 7), (3, 2100), (40, 300), (20, 4200)])
+def test_gradients_whatever_the_scale(q_len, k_len, size, scale):
+    q, k, v = tied(q_len, k_len, size)
+    as_defined(q, k, v, scale)
+    as_defined(q, k, v, scale, mask=Causal())
+    as_defined(q, k, v, scale, mask=Window(7), dropout_p=0.3)
+
+
+@pytest.mark.parametrize(("size", "scale"), PRODUCTS)
+def test_gradients_whatever_the_scale_in_half_precision(size, scale):
+    for lengths in ((3, 7), (40, 300)):
+        as_defined(*tied(*lengths, size, torch.bfloat16), scale)
+        as_defined(*tied(*lengths, size, torch.bfloat16), scale, mask=Causal())
+
+
+def test_gradients_of_large_products_in_float16():
+    for lengths in ((3, 7), (40, 300)):
+        as_defined(*tied(*lengths, 6e4, torch.float16), SCALE, mask=Causal())
+
+
+@pytest.mark.parametrize(("size", "scale"), PRODUCTS)
+@pytest.mark.parametrize("q_len", [3, 40])
+def test_gradients_whatever_the_scale_under_every_term(q_len, size, scale):
+    k_len = 60
+    q, k, v = tied(q_len, k_len, size)
+    pair = (made(4, q_len, 30) * 3).round().repeat_interleave(2, -1)  # ties stay
+    pair = torch.where(pair.abs() < 1, -torch.inf, pair).float()
+    top = (q.double() @ k.double().repeat_interleave(2, 1).mT).amax((0, 2, 3)) * scale
+    for options in (
+        {"sink": top.float()},
+        {"sink": torch.tensor([0.0, -3.0, 5.0, 1.0]), "mask": Window(9)},
+        {"bias": Dense(pair[None])},
+        {"bias": RelativeTable(torch.zeros(2 * k_len - 1, 4), (k_len,)), "mask": Causal()},
+        {"softcap": 20.0, "sink": torch.tensor([18.0, 0.0, 22.0, -20.0])},
+        {"mask": KeyLengths(torch.tensor([0, 33]))},
+        {"mask": KeyPadding(made(2, k_len) > 0), "sink": top.float()},
+        {"mask": Band(-50, -45), "q_start": 0},  # most rows attend to nothing
+    ):
+        as_defined(q, k, v, scale, **options)
+
+
+@pytest.mark.parametrize(("size", "scale"), PRODUCTS)
+def test_gradients_of_packed_rows_whatever_the_scale(size, scale):
+    packed = Segments.from_lengths([20, 0, 30, 10])
+    for mask in (packed, packed & Causal()):
+        as_defined(*(x[:1] for x in tied(60, 60, size)), scale, mask=mask)
+
+
+@pytest.mark.parametrize("q_len", [3, 40])
+def test_scores_beyond_float32_take_everything(q_len):
+    """Products that float32 holds, scaled beyond its range: the largest of a row still takes all."""
+    q, k, v = tied(q_len, 50, 1e30)
+    leaf, sink = v.requires_grad_(), torch.zeros(4)
+    for options in ({}, {"sink": sink}):
+        out = regard.attention(q, k, leaf, scale=1e20, backend="native", **options)[:, ::2]  # heads of large scores
+        best = (q.double() @ k.double().repeat_interleave(2, 1).mT)[:, ::2]
+        weights = (best == best.amax(-1, keepdim=True)).double()
+        weights /= weights.sum(-1, keepdim=True)
+        torch.testing.assert_close(out.double(), weights @ v.detach().double(), rtol=0, atol=1e-6)
+        (dv,) = torch.autograd.grad(out.sum(), leaf)
+        torch.testing.assert_close(dv.double(), weights.sum(2)[..., None].expand(-1, -1, -1, 5), rtol=0, atol=1e-5)

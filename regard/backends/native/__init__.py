@@ -16,6 +16,7 @@ from regard.backends.call import AttentionCall
 from regard.backends.native import library
 from regard.backends.native.attention import attend
 from regard.backends.native.operands import operands_of, unfit
+from regard.backends.native.operator import Outputs
 
 __all__ = ["defer", "reject", "run"]
 
@@ -45,13 +46,12 @@ def _trains_bias(call: AttentionCall) -> bool:
     return call.bias is not None and any(t.requires_grad for t in call.bias.tensors())
 
 
-def run(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, what lse lost by rounding): out in float32 where gradients or a sink follow, else in q's dtype.
-
-    The third is empty where neither follows."""
+def run(call: AttentionCall) -> tuple[Tensor, ...]:
+    """(out, lse) and with a sink what lse lost by rounding: out in float32 where gradients follow or a sink, else in
+    q's dtype."""
     wide = call.sink is not None  # as where gradients follow: the sink's share is taken before the result is rounded
     if call.q.dtype == torch.float32 and call.q.shape[3] and call.v.shape[3]:
-        return attend(operands_of(call), wide)
+        return _lost(attend(operands_of(call), wide), wide)
     q, k, v, v_dim = call.q, call.k, call.v, call.v.shape[3]
     # a trained bias gathers differences over many pairs, which the bfloat16 kernels' weights are too coarse for
     coarse = q.dtype == torch.bfloat16 and call.wants_grad and _trains_bias(call)
@@ -63,5 +63,10 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         v = F.pad(v, (0, 1))
     if q is not call.q or v is not call.v:
         call = dataclasses.replace(call, q=q, k=k, v=v)
-    out, lse, low = attend(operands_of(call), wide)
-    return (out if v_dim else out[..., :0]), lse, low
+    out, *rest = _lost(attend(operands_of(call), wide), wide)
+    return (out if v_dim else out[..., :0]), *rest
+
+
+def _lost(outputs: Outputs, wide: bool) -> tuple[Tensor, ...]:
+    out, lse, kept = outputs
+    return (out, lse, kept[0]) if wide else (out, lse)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.backends import reference
+from regard.backends.macs import attention_macs
 from regard.backends.native import library
 from regard.backends.native.mask_operands import TILE
 from regard.backends.native.operands import Operands, definition
@@ -31,18 +32,18 @@ def _empty_out(q: Tensor, v: Tensor, wide: bool) -> Tensor:
 
 
 def _empty(operands: Operands, keep: bool) -> Outputs:
-    """Where the forward kernels put the output, the log-sum-exp, and what that lost by rounding."""
+    """Where the forward kernels put the output, the log-sum-exp, and the three rows of `kept` (csrc/regard.h)."""
     q = operands.q
     batch, heads, length, _ = q.shape
     lse = q.new_empty(batch, heads, length, dtype=torch.float32)  # numbers: torch reads a tuple far more slowly
-    low = torch.empty_like(lse) if keep else q.new_empty(0, dtype=torch.float32)
-    return _empty_out(q, operands.v, keep), lse, low
+    size = (3, batch, heads, length) if keep else (0,)
+    return _empty_out(q, operands.v, keep), lse, q.new_empty(size, dtype=torch.float32)
 
 
 def _forward(operands: Operands, outputs: Outputs) -> None:
-    out, lse, low = outputs
+    out, lse, kept = outputs
     if not lse.numel() or not operands.k.shape[2]:
-        out.zero_(), lse.fill_(-torch.inf), low.zero_()
+        out.zero_(), lse.fill_(-torch.inf), kept.zero_()
         return
     record, alive = _record(operands, outputs)
     library.run("regard_attention_forward", record)
@@ -52,7 +53,7 @@ def _forward(operands: Operands, outputs: Outputs) -> None:
 def _backward(
     operands: Operands, outputs: Outputs, d_out: Tensor, d_lse: Tensor | None, grads: Sequence[Tensor | None]
 ) -> None:
-    out, lse, low = outputs
+    out, lse, kept = outputs
     if not lse.numel() or not operands.k.shape[2]:
         for grad in grads:
             if grad is not None:
@@ -60,7 +61,7 @@ def _backward(
         return
     out = out.to(torch.float32).contiguous()
     d_q, d_k, d_v, d_bias, d_relative = grads
-    record, alive = _record(operands, (out, lse, low))
+    record, alive = _record(operands, (out, lse, kept))
     addresses = (address(x) for x in (d_out, d_lse, out, d_q, d_k, d_v))
     wanted = ATTENTION_GRAD.pack(*addresses, *_broadcast(d_bias), address(d_relative))
     library.run("regard_attention_backward", record, wanted)
@@ -69,14 +70,14 @@ def _backward(
 
 def _record(one: Operands, outputs: Outputs) -> tuple[bytes, tuple[Tensor, ...]]:
     """The struct of a call, and the tensors that its pointers need alive."""
-    out, lse, low = outputs
+    out, lse, kept = outputs
     (q, q_steps), (k, k_steps), (v, v_steps) = map(_with_unit_steps, (one.q, one.k, one.v))
     batch, q_heads, q_len, k_dim = q.shape
     _, kv_heads, k_len, v_dim = v.shape
     record = ATTENTION.pack(  # in the order of its fields
         *(batch, q_heads, kv_heads, q_len, k_len, k_dim, v_dim),
         *(q.dtype == torch.bfloat16, one.scale, one.softcap),
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(low)),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(kept)),
         *(out.dtype == torch.float32, *q_steps[:3], *k_steps[:3], *v_steps[:3], *out.stride()[:3]),
         *(one.q_start.data_ptr(), one.low, one.high),
     )
@@ -121,4 +122,14 @@ def _plain(operands: Operands) -> tuple[Tensor, Tensor]:
     return reference.run(definition(operands))[:2]
 
 
-attend = Operator("attention", Operands, 5, empty=_empty, forward=_forward, backward=_backward, plain=_plain)
+def _macs(operands: Operands) -> tuple[int, int]:
+    """As torch counts `scaled_dot_product_attention`: every pair, whatever the mask; backward, scores once more."""
+    q, k, v = operands[:3]
+    batch, heads, q_len, k_dim = q.shape
+    pairs, v_dim = batch * q_len * k.shape[2], v.shape[3]
+    return attention_macs(heads, k_dim, v_dim, pairs), attention_macs(heads, 3 * k_dim, 2 * v_dim, pairs)
+
+
+attend = Operator(
+    "attention", Operands, 5, empty=_empty, forward=_forward, backward=_backward, plain=_plain, macs=_macs
+)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.backends.call import recorded_gradients
+from regard.backends.native import flops
 from regard.backends.native.library import fresh
 from regard.coordinates import is_recording
 
@@ -58,6 +59,7 @@ class Operator(Generic[O]):
         backward: ``(operands, outputs, d_out, d_second, grads)`` fills those of `grads` that are not None: shaped as
             the operands, float32, contiguous. ``d_out`` is float32 and contiguous, ``d_second`` too or None.
         plain: ``operands -> (output, second result)`` in plain torch.
+        macs: ``operands -> (forward, backward)``: the multiply-accumulates of all that may be asked for, for counters.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Operator(Generic[O]):
         forward: Callable[[O, Outputs], None],
         backward: Callable[[O, Outputs, Tensor, Tensor | None, Sequence[Tensor | None]], None],
         plain: Callable[[O], tuple[Tensor, Tensor]],
+        macs: Callable[[O], tuple[int, int]],
     ) -> None:
         hints = get_type_hints(operands)
         self.name, self.operands, self.trained, self.count = name, operands, trained, len(hints)
@@ -90,6 +93,8 @@ class Operator(Generic[O]):
         torch.library.register_autograd(forward_name, self._gradients, setup_context=self._setup, lib=_library)
         torch.library.register_autograd(backward_name, self._once, lib=_library)
         torch.library.register_vmap(backward_name, self._mapped, lib=_library)
+        flops.add(f"{name}_forward", lambda *arguments: 2 * macs(operands(*arguments[:-1]))[0])
+        flops.add(f"{name}_backward", lambda *arguments: 2 * macs(operands(*arguments[5:-1]))[1])
         methods: dict[str, Any] = {"forward": self._forward, "setup_context": self._setup, "backward": self._gradients}
         methods = {key: staticmethod(method) for key, method in methods.items()}
         self._function: Any = type(f"_{name}", (torch.autograd.Function,), methods)
@@ -104,6 +109,7 @@ class Operator(Generic[O]):
         # a trace runs twice, once without gradients, and has to be the same graph
         keep = keep or (recorded and torch._C._get_tracing_state() is None)
         if is_watched(operands[: self.tensors]):
+            flops.tell()
             found: Outputs = getattr(torch.ops.regard, f"{self.name}_forward")(*operands, keep)
         elif recorded:
             found = self._function.apply(*operands, keep)
@@ -161,6 +167,8 @@ class Operator(Generic[O]):
         ctx.numbers, ctx.kept = inputs[self.tensors : -1], inputs[-1]
 
     def _gradients(self, ctx: Any, d_out: Tensor | None, d_second: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if torch._C._len_torch_dispatch_stack():
+            flops.tell()
         *tensors, out, second, kept = ctx.saved_tensors
         operands: O = self.operands(*tensors, *ctx.numbers)
         wanted = list(ctx.needs_input_grad[: self.trained])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.backends.macs import delta_macs, matrix_step_macs, state_macs
 from regard.backends.native import library
 from regard.backends.native.operator import Operator, Outputs, address, is_watched, room
 from regard.backends.native.structs import (
@@ -126,6 +127,19 @@ def _plain_recurrence(one: _Recurrence) -> tuple[Tensor, Tensor]:
     return chunked_recurrence(RecurrenceCall(*one[:7], one.scale, None))
 
 
+def _recurrence_macs(one: _Recurrence) -> tuple[int, int]:
+    """Backward: the products again, and two for each."""
+    batch, heads, tokens, value_dim = one.v.shape
+    key_heads, key_dim, delta = one.q.shape[1], one.q.shape[3], one.beta is not None
+    if tokens == 1:
+        macs = matrix_step_macs(heads, key_dim, value_dim, decays=one.log_decay is not None, delta=delta)
+    elif delta:
+        macs = delta_macs(heads, key_dim, value_dim, tokens)
+    else:
+        macs = state_macs(key_heads, heads, key_dim, value_dim, tokens)
+    return batch * macs, 3 * batch * macs
+
+
 _recurrence = Operator(
     "recurrence",
     _Recurrence,
@@ -134,6 +148,7 @@ _recurrence = Operator(
     forward=_recurrence_forward,
     backward=_recurrence_backward,
     plain=_plain_recurrence,
+    macs=_recurrence_macs,
 )
 
 
@@ -182,7 +197,20 @@ def _plain_scan(one: _Scan) -> tuple[Tensor, Tensor]:
     return blocked_scan(ScanCall(one.x, one.log_a, one.state, one.segment_starts))
 
 
-_scan = Operator("scan", _Scan, 3, empty=_empty_scan, forward=_scan_forward, backward=_scan_backward, plain=_plain_scan)
+def _scan_macs(one: _Scan) -> tuple[int, int]:
+    return one.x.numel(), 2 * one.x.numel()
+
+
+_scan = Operator(
+    "scan",
+    _Scan,
+    3,
+    empty=_empty_scan,
+    forward=_scan_forward,
+    backward=_scan_backward,
+    plain=_plain_scan,
+    macs=_scan_macs,
+)
 
 
 # ---- selective scan --------------------------------------------------------------------------------------------------
@@ -242,6 +270,12 @@ def _plain_selective(one: _Selective) -> tuple[Tensor, Tensor]:
     return blocked_selective_scan(SelectiveScanCall(*one))
 
 
+def _selective_macs(one: _Selective) -> tuple[int, int]:
+    """For each number of the state a decay, a write and a read; backward, these again, and two for each."""
+    macs = 3 * one.x.numel() * one.A.shape[1]
+    return macs, 3 * macs
+
+
 _selective = Operator(
     "selective_scan",
     _Selective,
@@ -250,6 +284,7 @@ _selective = Operator(
     forward=_selective_forward,
     backward=_selective_backward,
     plain=_plain_selective,
+    macs=_selective_macs,
 )
 
 
@@ -301,6 +336,18 @@ def _plain_conv(one: _Conv) -> tuple[Tensor, Tensor]:
     return reference.convolution(ShortConvCall(one.x, one.taps.t(), one.bias, one.state, one.segment_starts))
 
 
+def _conv_macs(one: _Conv) -> tuple[int, int]:
+    macs = one.x.numel() * one.taps.shape[0]
+    return macs, 2 * macs
+
+
 _conv = Operator(
-    "short_conv", _Conv, 4, empty=_empty_conv, forward=_conv_forward, backward=_conv_backward, plain=_plain_conv
+    "short_conv",
+    _Conv,
+    4,
+    empty=_empty_conv,
+    forward=_conv_forward,
+    backward=_conv_backward,
+    plain=_plain_conv,
+    macs=_conv_macs,
 )

@@ -88,7 +88,7 @@ class Struct:
 # what every call gives, and what most leave out
 ATTENTION = Struct(
     "regard_attention",
-    """batch q_heads kv_heads q_len k_len k_dim v_dim dtype scale softcap q k v out lse lse_low out_f32
+    """batch q_heads kv_heads q_len k_len k_dim v_dim dtype scale softcap q k v out lse kept out_f32
     q_stride k_stride v_stride out_stride q_start low high""",
     """prefix k_length keep q_segment k_segment mask mask_stride layout layout_stride layout_rows layout_cols
     bias bias_stride relative relative_stride relative_zero relative_count dropout_p dropout_seed""",

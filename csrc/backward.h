@@ -211,7 +211,7 @@ class Backward {
                            v_words,
                            m.scores.s,
                            x.dropout_p > 0 ? m.scores.kept : nullptr,
-                           x.softcap > 0 ? m.scores.slope : nullptr,
+                           has_slope(x) ? m.scores.slope : nullptr,
                            m.sums + r,
                            m.delta + r,
                            factor};

@@ -94,8 +94,7 @@ struct TileScores {
     int count = end - begin;
     for (int r = 0; r < rows; ++r) {
       int offset = r * kBackwardWidth + begin;
-      if (!only_scaled)
-        shape(x, queries[r], s + offset, x.softcap > 0 ? slope + offset : nullptr, first + begin, count);
+      if (!only_scaled) shape(x, queries[r], s + offset, has_slope(x) ? slope + offset : nullptr, first + begin, count);
       hide(x, queries[r], s + offset, first + begin, count);
       if (x.dropout_p == 0) continue;
       float factor = kept_factor(x);

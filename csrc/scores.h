@@ -70,9 +70,11 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
 REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
 // Whether `hide` does no more than `cut`.
 REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
+// Whether `shape` has a step whose derivative is not the scale alone.
+REGARD_INLINE bool has_slope(const Call &x) { return x.softcap > 0; }
 // Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way.
 REGARD_INLINE bool is_only_scaled(const Call &x) {
-  return !x.bias && !x.relative && x.softcap == 0 && x.scale > 0 && x.scale * kLog2e < INFINITY;
+  return !x.bias && !x.relative && !has_slope(x) && x.scale > 0 && x.scale * kLog2e < INFINITY;
 }
 // The factor from scores as they are stored, raw products or logits, to logits in nats.
 REGARD_INLINE float nats_of(const Call &x) { return is_only_scaled(x) ? x.scale : 1.0f; }

@@ -181,7 +181,7 @@ def test_a_buffer_that_is_too_small_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
         regard.selective_scan(x, x, -torch.ones(300, 2), x[..., :2], x[..., :2], backend="native")
     heads = torch.ones(1, 1, 20, 4)
-    operands = operands_of(_call(heads, heads, heads, None, None, None, None, None, 0.0, None, True))
+    operands = operands_of(_call(heads, heads, heads, return_lse=True))
     outputs = torch.ops.regard.attention_forward(*operands, False)  # nothing is kept
     with pytest.raises(RuntimeError, match="a buffer smaller than the kernel needs"):
         torch.ops.regard.attention_backward(heads, None, *outputs, *operands, [True] * 3 + [False] * 2)

@@ -1,4 +1,4 @@
-"""The kernels of softmax attention as torch operators, and the struct that they read (csrc/regard.h)."""
+"""The kernels of softmax attention as torch operators."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 from regard.backends import reference
 from regard.backends.macs import attention_macs
 from regard.backends.native import library
-from regard.backends.native.mask_operands import TILE
-from regard.backends.native.operands import Operands, definition
+from regard.backends.native.operands import Operands, definition, strided, struct_of
 from regard.backends.native.operator import Operator, Outputs, address
-from regard.backends.native.structs import ATTENTION, ATTENTION_GRAD
+from regard.backends.native.structs import ATTENTION_GRAD
 
 __all__ = ["attend"]
 
@@ -45,7 +44,7 @@ def _forward(operands: Operands, outputs: Outputs) -> None:
     if not lse.numel() or not operands.k.shape[2]:
         out.zero_(), lse.fill_(-torch.inf), kept.zero_()
         return
-    record, alive = _record(operands, outputs)
+    record, alive = struct_of(operands, outputs)
     library.run("regard_attention_forward", record)
     del alive
 
@@ -61,61 +60,11 @@ def _backward(
         return
     out = out.to(torch.float32).contiguous()
     d_q, d_k, d_v, d_bias, d_relative = grads
-    record, alive = _record(operands, (out, lse, kept))
+    record, alive = struct_of(operands, (out, lse, kept))
     addresses = (address(x) for x in (d_out, d_lse, out, d_q, d_k, d_v))
-    wanted = ATTENTION_GRAD.pack(*addresses, *_broadcast(d_bias), address(d_relative))
+    wanted = ATTENTION_GRAD.pack(*addresses, *strided(d_bias), address(d_relative))
     library.run("regard_attention_backward", record, wanted)
     del alive
-
-
-def _record(one: Operands, outputs: Outputs) -> tuple[bytes, tuple[Tensor, ...]]:
-    """The struct of a call, and the tensors that its pointers need alive."""
-    out, lse, kept = outputs
-    (q, q_steps), (k, k_steps), (v, v_steps) = map(_with_unit_steps, (one.q, one.k, one.v))
-    batch, q_heads, q_len, k_dim = q.shape
-    _, kv_heads, k_len, v_dim = v.shape
-    record = ATTENTION.pack(  # in the order of its fields
-        *(batch, q_heads, kv_heads, q_len, k_len, k_dim, v_dim),
-        *(q.dtype == torch.bfloat16, one.scale, one.softcap),
-        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(kept)),
-        *(out.dtype == torch.float32, *q_steps[:3], *k_steps[:3], *v_steps[:3], *out.stride()[:3]),
-        *(one.q_start.data_ptr(), one.low, one.high),
-    )
-    options = bytes(ATTENTION.parts[1].size) if _is_plain(one) else _options(one)
-    return record + options, (q, k, v)
-
-
-def _with_unit_steps(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The tensor with neighbouring channels, copied where they lie apart, and its strides."""
-    steps = x.stride()
-    if steps[3] != 1 and x.shape[3] != 1:
-        x = x.contiguous()
-        steps = x.stride()
-    return x, steps
-
-
-def _is_plain(one: Operands) -> bool:
-    """Whether a call has nothing that `_options` writes."""
-    known = one.prefix is one.k_length is one.keep is one.q_segment is one.mask is one.bias is one.relative is None
-    return known and one.dropout_p == 0.0
-
-
-def _options(one: Operands) -> bytes:
-    vector = one.relative
-    return ATTENTION.parts[1].pack(
-        *(address(one.prefix), address(one.k_length), address(one.keep)),
-        *(address(one.q_segment), address(one.k_segment), *_broadcast(one.mask)),
-        *(*_broadcast(one.layout), TILE, TILE, *_broadcast(one.bias)),
-        *(address(vector), *((0, 0, 0) if vector is None else (vector.stride(0), one.relative_zero, vector.shape[1]))),
-        *(one.dropout_p, 0 if one.seed is None else int(one.seed)),
-    )
-
-
-def _broadcast(x: Tensor | None) -> tuple[int, ...]:
-    """The address of a 4-D tensor and its strides, 0 along axes of one entry, which broadcast."""
-    if x is None:
-        return 0, 0, 0, 0, 0
-    return x.data_ptr(), *(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _plain(operands: Operands) -> tuple[Tensor, Tensor]:

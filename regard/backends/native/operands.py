@@ -1,4 +1,4 @@
-"""From a call to what the kernels read: plain tensors and numbers, as csrc/regard.h names them.
+"""From a call to what the kernels read: plain tensors and numbers, and the struct of them (csrc/regard.h).
 
 Of the mask, terms of the outermost ``&`` that the kernels know by themselves stay what they are: one interval of
 ``i - j`` (with a prefix by ``|``), key lengths, key padding, segments, dense tensors. Any other term is evaluated into
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from regard import biases, masks
 from regard.backends.call import AttentionCall
 from regard.backends.native.bias_operands import bias_operands
-from regard.backends.native.mask_operands import mask_operands
+from regard.backends.native.mask_operands import TILE, mask_operands
+from regard.backends.native.operator import Outputs, address
+from regard.backends.native.structs import ATTENTION
 from regard.coordinates import Coordinates
 from regard.score_options import ScoreOptions
 
-__all__ = ["Operands", "definition", "operands_of", "unfit"]
+__all__ = ["Operands", "definition", "operands_of", "strided", "struct_of", "unfit"]
 
 DENSE_LIMIT = 2**24  # entries of a mask or bias that is evaluated densely; a mask counts for one head
 NO_BIAS = {"bias": None, "relative": None, "relative_zero": 0}
@@ -85,6 +88,56 @@ def operands_of(call: AttentionCall) -> Operands:
         softcap=call.scores.softcap or 0.0,
         dropout_p=call.dropout_p,
     )
+
+
+def struct_of(one: Operands, outputs: Outputs) -> tuple[bytes, tuple[Tensor, ...]]:
+    """The struct of a call, and the tensors that its pointers need alive."""
+    out, lse, kept = outputs
+    (q, q_steps), (k, k_steps), (v, v_steps) = map(_with_unit_steps, (one.q, one.k, one.v))
+    batch, q_heads, q_len, k_dim = q.shape
+    _, kv_heads, k_len, v_dim = v.shape
+    record = ATTENTION.pack(  # in the order of its fields
+        *(batch, q_heads, kv_heads, q_len, k_len, k_dim, v_dim),
+        *(q.dtype == torch.bfloat16, one.scale, one.softcap),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), address(kept)),
+        *(out.dtype == torch.float32, *q_steps[:3], *k_steps[:3], *v_steps[:3], *out.stride()[:3]),
+        *(one.q_start.data_ptr(), one.low, one.high),
+    )
+    options = bytes(ATTENTION.parts[1].size) if _is_plain(one) else _options(one)
+    return record + options, (q, k, v)
+
+
+def _with_unit_steps(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The tensor with neighbouring channels, copied where they lie apart, and its strides."""
+    steps = x.stride()
+    if steps[3] != 1 and x.shape[3] != 1:
+        x = x.contiguous()
+        steps = x.stride()
+    return x, steps
+
+
+def _is_plain(one: Operands) -> bool:
+    """Whether a call has nothing that `_options` writes."""
+    known = one.prefix is one.k_length is one.keep is one.q_segment is one.mask is one.bias is one.relative is None
+    return known and one.dropout_p == 0.0
+
+
+def _options(one: Operands) -> bytes:
+    vector = one.relative
+    return ATTENTION.parts[1].pack(
+        *(address(one.prefix), address(one.k_length), address(one.keep)),
+        *(address(one.q_segment), address(one.k_segment), *strided(one.mask)),
+        *(*strided(one.layout), TILE, TILE, *strided(one.bias)),
+        *(address(vector), *((0, 0, 0) if vector is None else (vector.stride(0), one.relative_zero, vector.shape[1]))),
+        *(one.dropout_p, 0 if one.seed is None else int(one.seed)),
+    )
+
+
+def strided(x: Tensor | None) -> tuple[int, ...]:
+    """The address of a 4-D tensor and its strides, 0 along axes of one entry, which broadcast."""
+    if x is None:
+        return 0, 0, 0, 0, 0
+    return x.data_ptr(), *(0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def definition(operands: Operands) -> AttentionCall:

@@ -54,7 +54,11 @@ def scaled_dot_product_attention(
     lead = torch.broadcast_shapes(*(x.shape[:axes] for x in tensors))
     q, k, v = (x.expand(*lead, *x.shape[axes:]) for x in tensors)
     lead = q.shape[:-2]
+    if grouped:
+        k, v = _as_many_heads(q, k, v)
     q, k, v = map(_four, (q, k, v))
+    if not k.shape[1]:  # no head to read: torch gives zeros
+        return q.new_zeros(*lead, q.shape[2], v.shape[3])
     rule = _rule(attn_mask, q.shape[2], k.shape[2]) if is_torch_rule(attn_mask) else None
     mask: Mask | Tensor | None = Causal() if is_causal else rule
     bias = None
@@ -63,9 +67,29 @@ def scaled_dot_product_attention(
         mask, bias = (given, None) if attn_mask.dtype == torch.bool else (None, given)
     top_left = is_causal or (rule is not None and not _is_lower(attn_mask))
     out: Tensor = attention(
-        q, k, v, mask=mask, bias=bias, dropout_p=dropout_p, scale=scale, q_start=0 if top_left else None
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        dropout_p=_number(dropout_p),
+        scale=_number(scale),
+        q_start=0 if top_left else None,
     )
     return out.reshape(*lead, *out.shape[2:])
+
+
+def _as_many_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with one number of heads: torch lets each have its own divisor of the query heads."""
+    heads = [x.shape[-3] for x in (q, k, v)]
+    if heads[1] == heads[2] or 0 in heads or heads[0] % heads[1] or heads[0] % heads[2]:
+        return k, v
+    return tuple(x.repeat_interleave(heads[0] // x.shape[-3], -3) for x in (k, v))  # type: ignore[return-value]
+
+
+def _number(x: Any) -> Any:
+    """A plain number for a tensor of one number, which torch takes too where it wants no gradient."""
+    return x.item() if isinstance(x, Tensor) and x.ndim == 0 and not x.requires_grad else x
 
 
 def _four(x: Tensor) -> Tensor:

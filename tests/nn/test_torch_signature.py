@@ -250,3 +250,28 @@ def test_masks_of_other_shapes_are_refused_by_name():
     for shape in ((4, 3), (3, 4), (5, 1, 3, 3), (1, 2, 4, 3, 3)):
         with pytest.raises((ValueError, RuntimeError)):
             scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 4), (8, 4, 2), (8, 1, 8), (6, 3, 2)])
+def test_keys_and_values_may_have_different_head_counts(heads):
+    q, k, v = (torch.randn(2, h, 5, 4, dtype=torch.float64, requires_grad=True) for h in heads)
+    wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    found = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("heads", [(0, 0, 0), (4, 0, 0), (0, 2, 2)])
+def test_no_heads(heads):
+    q, k, v = (torch.randn(2, h, 5, 4) for h in heads)
+    grouped = heads[0] != heads[1]
+    found = scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    assert torch.equal(found, torch.zeros(2, heads[0], 5, 4))
+
+
+def test_numbers_may_be_tensors_of_one_number():
+    q = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    wanted = F.scaled_dot_product_attention(q, q, q, scale=torch.tensor(0.5), dropout_p=torch.tensor(0.0))
+    found = scaled_dot_product_attention(q, q, q, scale=torch.tensor(0.5), dropout_p=torch.tensor(0.0))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

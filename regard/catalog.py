@@ -7,41 +7,32 @@
 
 from __future__ import annotations
 
-from regard.mixers import (
-    delta_net,
-    ema,
-    gated_delta_net,
-    gla,
-    griffin,
-    hgrn,
-    kda,
-    kernel_linear,
-    latent,
-    lightning,
-    mamba1,
-    mamba2,
-    retention,
-    softmax,
-)
+import importlib
+
 from regard.mixers.base import Record
 
-__all__ = ["RECORDS", "Record", "find"]
+__all__ = ["MECHANISMS", "RECORDS", "Record", "find"]
 
-RECORDS: tuple[Record, ...] = (
-    *softmax.records,
-    *delta_net.records,
-    *ema.records,
-    *gated_delta_net.records,
-    *gla.records,
-    *griffin.records,
-    *hgrn.records,
-    *kda.records,
-    *kernel_linear.records,
-    *latent.records,
-    *lightning.records,
-    *mamba1.records,
-    *mamba2.records,
-    *retention.records,
+# The files of regard/mixers/ that define mechanisms, in the order of the tables.
+MECHANISMS = (
+    "softmax",
+    "delta_net",
+    "ema",
+    "gated_delta_net",
+    "gla",
+    "griffin",
+    "hgrn",
+    "kda",
+    "kernel_linear",
+    "latent",
+    "lightning",
+    "mamba1",
+    "mamba2",
+    "retention",
+)
+
+RECORDS: tuple[Record, ...] = tuple(
+    record for name in MECHANISMS for record in importlib.import_module(f"regard.mixers.{name}").records
 )
 
 

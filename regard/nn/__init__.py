@@ -1,4 +1,7 @@
-"""The layers, and the parts that they are built from."""
+"""The layers, and the parts that they are built from.
+
+Written by `make docs` from the `__all__` of the catalogue's files: edit those, or tools/make_docs.py.
+"""
 
 from regard.mixers.delta_net import DeltaNet
 from regard.mixers.ema import DampedEMA, ExponentialMovingAverage

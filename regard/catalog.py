@@ -29,6 +29,7 @@ MECHANISMS = (
     "mamba1",
     "mamba2",
     "retention",
+    "rwkv6",
 )
 
 RECORDS: tuple[Record, ...] = tuple(

@@ -17,6 +17,7 @@ from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.retention import Retention
+from regard.mixers.rwkv6 import RWKV6
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
 from regard.nn.convert import from_torch
 
@@ -45,6 +46,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "Projections",
     "RMSNorm",
+    "RWKV6",
     "RelativePositionBias",
     "Retention",
     "Scores",

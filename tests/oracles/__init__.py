@@ -1,4 +1,4 @@
-"""The papers' formulas as loops in numpy float64; nothing here imports `regard`.
+"""The papers' formulas, written plainly a second time; nothing here imports `regard`.
 
 A module of formulas of layers names in `ORACLES` those of catalogue records: ``formula(x, weights, heads)`` for one
 sequence (T, dim), the layer's weights by name and the number of heads, or, for a record with a context,

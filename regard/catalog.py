@@ -21,6 +21,7 @@ MECHANISMS = (
     "gated_delta_net",
     "gla",
     "griffin",
+    "gsa",
     "hgrn",
     "kda",
     "kernel_linear",

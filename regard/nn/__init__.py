@@ -8,6 +8,7 @@ from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.gla import GatedLinearAttention, GLADecay
 from regard.mixers.griffin import GriffinRecurrent
+from regard.mixers.gsa import GatedSlotAttention
 from regard.mixers.hgrn import HGRN, ForgetBounds
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
@@ -30,6 +31,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedRMSNorm",
+    "GatedSlotAttention",
     "GriffinRecurrent",
     "HGRN",
     "KDAGates",

@@ -1,4 +1,7 @@
-"""Recurrences that mechanisms compose from the library's: RWKV-6, which reads a state before it writes to it."""
+"""Recurrences that mechanisms compose from the library's.
+
+RWKV-6 reads a state before it writes to it; gated slot attention has two of them, and a softmax between.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from golden_adapters.case import Case, Paths, Peer
+from regard.mixers.gsa import slot_scores
 from regard.mixers.rwkv6 import read_then_write
 from regard.mixers.sequence import TokenSequence
 from regard.transitions import Decay
@@ -77,4 +81,46 @@ def rwkv6_paths(case: Case) -> Paths | None:
     return {"function": partial(rwkv6, case)} if covered else None
 
 
-ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {"rwkv6_core": rwkv6_paths}
+# The peer's pair of states, (B, H, K, slots) and (B, H, slots, V), under the names that cases may give them.
+BOTH = (("initial_hk", "initial_hv"), ("initial_state_k", "initial_state_v"), ("initial_state_0", "initial_state_1"))
+
+
+def shares_of(s: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(what a token writes to a slot, log-decays); without decays a slot's weights are a softmax over time of s."""
+    if g is not None:
+        return s, g
+    total = s.logcumsumexp(2)
+    return torch.exp(s - total), torch.cat((total[:, :, :1], total[:, :, :-1]), 2) - total
+
+
+def gsa(case: Case, peer: Peer, wanted: frozenset[str]) -> dict[str, Tensor]:
+    first, scale = heads_first(case, "q"), options_of(case)[0]
+    given = {name: peer[f"input.{name}"] for name in "qkvsg" if f"input.{name}" in peer}
+    given = {name: x if first else x.transpose(1, 2) for name, x in given.items()}
+    q, k, v = (given[name] for name in "qkv")
+    share, decay = shares_of(given["s"], given.get("g"))
+    groups = q.shape[1] // k.shape[1]  # query heads that share slots: each carries them
+    k, v, share, decay = (x.repeat_interleave(groups, 1) for x in (k, v, share, decay))
+
+    def run(at: slice, state: Any) -> tuple[Tensor, Any]:
+        q_, k_, v_, s_, g_ = (x[:, :, at] for x in (q, k, v, share, decay))
+        seq, (keys, values) = sequence_like(v_), state
+        scores, keys = slot_scores(seq, q_, k_, s_, g_, keys, scale)
+        out, values = seq.recur(scores.softmax(-1), s_, v_, Decay(g_), values, 1.0)
+        return out, (keys, values)
+
+    state: tuple[Any, Any] = (None, None)
+    for names in BOTH:
+        if all(f"input.{name}" in peer for name in names):
+            keys, values = (peer[f"input.{name}"].repeat_interleave(groups, 1) for name in names)
+            state = keys.transpose(2, 3), values
+    found, (keys, values) = outputs(case, wanted, run, q.shape[2], state)
+    found = {name: out if first else out.transpose(1, 2) for name, out in found.items()}
+    return found | {"final_hk": keys[:, ::groups].transpose(2, 3), "final_hv": values[:, ::groups]}
+
+
+def gsa_paths(case: Case) -> Paths | None:
+    return {"function": partial(gsa, case)} if case.has("input.q", "input.k", "input.v", "input.s") else None
+
+
+ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {"gsa": gsa_paths, "rwkv6_core": rwkv6_paths}

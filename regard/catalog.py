@@ -1,4 +1,4 @@
-"""The catalogue: every mechanism, one line a file. It lists and tests; it never constructs behind anybody's back.
+"""The catalogue: every mechanism, one line a file. It lists what there is, and the tests run over it.
 
 >>> from regard.catalog import find
 >>> find("gqa").source
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib
 
-from regard.mixers.base import Record
+from regard.mixers.base import Record, Traits
 
-__all__ = ["MECHANISMS", "RECORDS", "Record", "find"]
+__all__ = ["MECHANISMS", "RECORDS", "Record", "Traits", "find"]
 
 # The files of regard/mixers/ that define mechanisms, in the order of the tables.
 MECHANISMS = (

@@ -24,9 +24,10 @@ States = Mapping[str, Tensor]
 class RecurrentLayer(nn.Module):
     """A layer that remembers the past in a state of fixed size; ``(B, T, dim)`` in and out.
 
-    Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix_tokens`, in which tokens meet,
-    and `project_output` (norm, gate, output projection). `matrix` is the first as a matrix. Where the state is a matrix
-    or a vector that decays, `MatrixStateLayer` and `VectorStateLayer` write these steps.
+    Subclasses set `dim`, name their states in `state_shapes`, and write two steps: `mix_tokens`, which combines tokens,
+    and `project_output` (norm, gate, output projection), which works on each token alone; and `matrix`, which is the
+    first step as a matrix. Where the state is a matrix or a vector that decays, `MatrixStateLayer` and
+    `VectorStateLayer` write all three.
     """
 
     dim: int

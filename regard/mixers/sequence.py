@@ -38,9 +38,7 @@ class TokenSequence:
     real: Tensor | None = None  # bool (B, T), or None: all are
     segments: Tensor | None = None  # ids (B, T), never falling, or None: one segment, the state's
     order: Tensor | None = None  # (B, T): the place in the call that each token came from
-    drop_state: Tensor | None = (
-        None  # bool (B,): the row's first token opens a segment, so the state before it is dropped
-    )
+    drop_state: Tensor | None = None  # bool (B,): the first token opens a segment, and the state before it is dropped
 
     @property
     def lengths(self) -> Tensor | None:

@@ -195,7 +195,7 @@ class MixerCosts:
 
 
 def mixer_costs(name: str, layers: Sequence[Any], setting: Setting) -> MixerCosts:
-    """The costs of a stack of mixing layers; equal ones are one kind, and kinds are in the order of first appearance."""
+    """The costs of a stack of mixing layers; equal ones are one kind, kinds in the order of first appearance."""
     counts: dict[tuple[Any, ...], list[Any]] = {}
     for layer in layers:
         key = mixer_label(layer), sum(p.numel() for p in layer.parameters())

@@ -41,7 +41,8 @@ class GatedSlotAttention(MatrixStateLayer):
     keys (H, slots, Dk) and values (H, slots, Dv). ``M @ V`` has ``V = v``: the weights of slots are in M, which so
     depends on queries and keys through a softmax. Raises ValueError for sizes below 1 and a tau out of range.
 
-    Cost: 2 T H (C (Dk + Dv + 2 slots) + 2 slots (Dk + Dv)) FLOPs beside the projections with chunks of C tokens.
+    Cost: 2 T H (C (Dk + Dv + 2 slots) + 2 slots (Dk + Dv)) FLOPs beside the projections with chunks of C tokens. To
+    `regard.recurrence` the slots are H * slots heads of one channel, each with its own decays, and memory is theirs.
 
     >>> GatedSlotAttention(64, 4, slots=8)(torch.randn(2, 10, 64)).shape
     torch.Size([2, 10, 64])

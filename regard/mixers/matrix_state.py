@@ -77,6 +77,7 @@ class HeadProjections(nn.Module):
         """``W_o norm_head(mixed)``, or ``W_o norm_head(mixed, W_g x)``, where the norm has a gate: (B, T, dim)."""
         gate = () if self.g_proj is None else (split_heads(self.g_proj(x), self.heads),)
         like = gate[0] if gate else x
+        assert self.norm is not None or not gate, "the norm is what applies the gate"
         normed = mixed if self.norm is None else self.norm(mixed, *gate)
         out: Tensor = self.o_proj(merge_heads(normed).to(like.dtype))
         return out

@@ -20,7 +20,7 @@ test: $(STAMP)  ## every test except the slow ones
 test-slow: $(STAMP)  ## the slow ones
 	$(BIN)/python -m pytest -q -m slow
 
-check: $(STAMP)  ## style, types, one-way imports, generated tables
+check: $(STAMP)  ## style, types, one-way imports, what is generated
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp
@@ -57,7 +57,7 @@ bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.m
 		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
 	$(BIN)/python benchmarks/bench_chunked.py 2
 
-docs: $(STAMP)  ## write the generated tables
+docs: $(STAMP)  ## write what comes from the catalogue: tables, exports of regard.nn
 	$(BIN)/python tools/make_docs.py
 
 clean:

@@ -1,4 +1,4 @@
-"""The catalogue: every mechanism, one line a file. It lists and tests; it never constructs behind anybody's back.
+"""The catalogue: every mechanism, one line a file. It lists what there is, and the tests run over it.
 
 >>> from regard.catalog import find
 >>> find("gqa").source
@@ -7,41 +7,34 @@
 
 from __future__ import annotations
 
-from regard.mixers import (
-    delta_net,
-    ema,
-    gated_delta_net,
-    gla,
-    griffin,
-    hgrn,
-    kda,
-    kernel_linear,
-    latent,
-    lightning,
-    mamba1,
-    mamba2,
-    retention,
-    softmax,
+import importlib
+
+from regard.mixers.base import Record, Traits
+
+__all__ = ["MECHANISMS", "RECORDS", "Record", "Traits", "find"]
+
+# The files of regard/mixers/ that define mechanisms, in the order of the tables.
+MECHANISMS = (
+    "softmax",
+    "delta_net",
+    "ema",
+    "gated_delta_net",
+    "gla",
+    "griffin",
+    "gsa",
+    "hgrn",
+    "kda",
+    "kernel_linear",
+    "latent",
+    "lightning",
+    "mamba1",
+    "mamba2",
+    "retention",
+    "rwkv6",
 )
-from regard.mixers.base import Record
 
-__all__ = ["RECORDS", "Record", "find"]
-
-RECORDS: tuple[Record, ...] = (
-    *softmax.records,
-    *delta_net.records,
-    *ema.records,
-    *gated_delta_net.records,
-    *gla.records,
-    *griffin.records,
-    *hgrn.records,
-    *kda.records,
-    *kernel_linear.records,
-    *latent.records,
-    *lightning.records,
-    *mamba1.records,
-    *mamba2.records,
-    *retention.records,
+RECORDS: tuple[Record, ...] = tuple(
+    record for name in MECHANISMS for record in importlib.import_module(f"regard.mixers.{name}").records
 )
 
 

@@ -8,10 +8,9 @@ Layers, highest first; a module imports from its own layer or a lower one, never
     7 training, testing, analysis  4 nn         1 backends
     6 models                       3 mixers     0 vocabulary: masks, biases, positions, caches, errors ...
 
-and besides: no mixer imports another (shared code lives in mixers/base.py, parts.py, recurrent.py and
-delta_rule.py); a backend (a
-module of backends/ that defines `reject`) is imported by backends/__init__.py only, but for `reference`, which is the
-definition;
+and besides: no mixer imports a mechanism, that is a file of mixers/ with `records` (shared code lives in the others); a
+backend (a module of backends/ that defines `reject`) is imported by backends/__init__.py only, but for `reference`,
+which is the definition;
 nothing below the top layer imports from the package's front page `regard` itself; a package other than torch and the
 standard library is imported inside a function or under `if TYPE_CHECKING`, never at import time. No modules import each
 other in a circle, inside a layer either, and neither inside functions nor for type checkers.
@@ -40,7 +39,6 @@ LAYERS = {
     "__main__": 8,
 }
 TOP = 8
-SHARED_BY_MIXERS = {"base", "delta_rule", "parts", "recurrent"}
 # The command line's own modules, which `regard.cli` imports inside its `main`, need its two packages at import time.
 ALLOWED_AT_IMPORT = {
     "regard.cli.commands": {"typer", "rich"},
@@ -91,7 +89,7 @@ def layer_of(module: str) -> int:
     return LAYERS.get(module.split(".")[1], 0)
 
 
-def complaint(module: str, item: Import, known: set[str], backends: set[str]) -> str | None:
+def complaint(module: str, item: Import, known: set[str], backends: set[str], mechanisms: set[str]) -> str | None:
     """Why this import is wrong, or None."""
     root = item.target.split(".")[0]
     if root != "regard":
@@ -109,9 +107,8 @@ def complaint(module: str, item: Import, known: set[str], backends: set[str]) ->
     here, there = module.split("."), item.target.split(".")
     if layer_of(item.target) > layer_of(module):
         return f"imports {item.target}, which stands in a higher layer"
-    if here[1] == "mixers" and there[1] == "mixers" and len(here) > 2 and len(there) > 2:
-        if there[2] != here[2] and there[2] not in SHARED_BY_MIXERS:
-            return f"imports {item.target}: no mixer imports another (shared code lives in mixers/parts.py or an op)"
+    if here[1] == "mixers" and item.target in mechanisms - {module}:
+        return f"imports {item.target}: no mixer imports another (shared code lives in files without records, or an op)"
     if ".".join(there[:3]) in backends and module != "regard.backends" and here[1:3] != there[1:3]:
         return f"imports {item.target}: only backends/__init__.py names backends"
     if item.target not in known:
@@ -124,6 +121,12 @@ def is_backend(module: str, tree: ast.Module) -> bool:
     if not module.startswith("regard.backends.") or module == "regard.backends.reference":
         return False
     return any(isinstance(node, ast.FunctionDef) and node.name == "reject" for node in tree.body)
+
+
+def is_mechanism(module: str, tree: ast.Module) -> bool:
+    """Whether a module is a mixer with records of the catalogue."""
+    assigned = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    return module.startswith("regard.mixers.") and any(ast.unparse(target) == "records" for target in assigned)
 
 
 def named_backend(node: ast.AST, module: str) -> str | None:
@@ -173,6 +176,7 @@ def check(package: Path) -> list[str]:
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     trees = {module: ast.parse(path.read_text(encoding="utf-8"), str(path)) for module, path in files.items()}
     backends = {module for module, tree in trees.items() if is_backend(module, tree)}
+    mechanisms = {module for module, tree in trees.items() if is_mechanism(module, tree)}
     found = []
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
@@ -181,7 +185,7 @@ def check(package: Path) -> list[str]:
         # the front page imports nothing by itself: it looks names up when they are asked for
         graph[module] = {item.target for item in items if item.target in files} - {module, package.name}
         for item in items:
-            if message := complaint(module, item, set(files), backends):
+            if message := complaint(module, item, set(files), backends, mechanisms):
                 found.append(f"{path}:{item.line}: {message}")
         for node in ast.walk(tree):
             if name := named_backend(node, module):

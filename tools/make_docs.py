@@ -1,14 +1,17 @@
-"""Write the tables that come from the catalogue between their markers, in the README and in docs/.
+"""Write what comes from the catalogue: the tables in the README and in docs/, and the names that `regard.nn` exports.
 
     python tools/make_docs.py           write them
     python tools/make_docs.py --check   only say whether a file is out of date
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of TABLES. `regard/nn/__init__.py`
+is written whole: type checkers and editors see the names that a file imports, and none that a loop would find.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -77,16 +80,49 @@ def filled(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
+NN = '''"""The layers, and the parts that they are built from.
+
+Written by `make docs` from the `__all__` of the catalogue's files: edit those, or tools/make_docs.py.
+"""
+
+{imports}
+from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
+from regard.nn.convert import from_torch
+
+__all__ = [{names}]
+'''
+SHARED = ("GatedRMSNorm", "MambaConfig", "Projections", "RMSNorm", "RelativePositionBias", "Scores", "from_torch")
+
+
+def layers(mechanisms: tuple[str, ...] | None = None) -> str:
+    """The text of `regard/nn/__init__.py`: what the files of the catalogue export, but for their records."""
+    from regard.catalog import MECHANISMS
+
+    imports, names = [], list(SHARED)
+    for name in MECHANISMS if mechanisms is None else mechanisms:
+        own = [each for each in importlib.import_module(f"regard.mixers.{name}").__all__ if each != "records"]
+        imports.append(f"from regard.mixers.{name} import {', '.join(own)}")
+        names += own
+    text = NN.format(imports="\n".join(imports), names=", ".join(f'"{name}"' for name in sorted(names)))
+    for command in (("check", "--select", "I", "--fix", "--quiet"), ("format",)):
+        ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", "regard/nn/__init__.py", "-"]
+        text = subprocess.run(ruff, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return text
+
+
 def main(arguments: list[str]) -> int:
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    written = {ROOT / "regard" / "nn" / "__init__.py": lambda _: layers()}  # first: the tables import it
+    written |= dict.fromkeys([ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], filled)
+    for path, made in written.items():
         text = path.read_text(encoding="utf-8")
-        if filled(text) != text:
+        new = made(text)
+        if new != text:
             stale.append(path.relative_to(ROOT))
             if "--check" not in arguments:
-                path.write_text(filled(text), encoding="utf-8")
+                path.write_text(new, encoding="utf-8")
     word = "out of date (run `make docs`)" if "--check" in arguments else "written"
-    print("\n".join(f"{path}: {word}" for path in stale) or "generated tables: up to date")
+    print("\n".join(f"{path}: {word}" for path in stale) or "what is generated: up to date")
     return int(bool(stale) and "--check" in arguments)
 
 

@@ -1,4 +1,4 @@
-"""What else could stand in a model's layers: attention of the same heads in other groupings, latents, hybrids."""
+"""Other mixing layers for a model of the same size: its heads in other groupings, latent attention, hybrids."""
 
 from __future__ import annotations
 

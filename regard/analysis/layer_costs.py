@@ -1,4 +1,4 @@
-"""What stands in a model's layers to mix tokens, by kind, and what it costs in a setting."""
+"""The mixing layers of a model, equal ones together, and what they cost in a setting."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal layers, each with what it holds of one row (elements) and does."""
+    """Equal layers of a model: their number; then, of one layer, parameters, elements held for a row, and MACs."""
 
     name: str
     layers: int
@@ -101,7 +101,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class MixerCosts:
-    """What stands in a model's layers to mix tokens, and its costs over all layers and rows.
+    """The mixing layers of a model by kind, and their costs over all layers and rows.
 
     `flops` are of the mixing layers alone, projections included; a decode step is one token in every row, which reads
     `context` tokens.
@@ -195,7 +195,7 @@ class MixerCosts:
 
 
 def mixer_costs(name: str, layers: Sequence[Any], setting: Setting) -> MixerCosts:
-    """Layers of a stack by kind, in the order in which kinds appear."""
+    """The costs of a stack of mixing layers; equal ones are one kind, kinds in the order of first appearance."""
     counts: dict[tuple[Any, ...], list[Any]] = {}
     for layer in layers:
         key = mixer_label(layer), sum(p.numel() for p in layer.parameters())

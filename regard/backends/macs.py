@@ -1,6 +1,6 @@
 """The closed forms of what operations multiply and add, in multiply-accumulates (two FLOPs each) of tokens meeting.
 
-`regard.analysis.costs` explains them and sums them over layers; the native operators tell them to torch's counter.
+`regard.mixers.costs` explains them, and layers say which they follow; the native operators tell them to torch's counter.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +13,86 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regard.checks import describe, is_dense, is_number_type
 
-__all__ = ["Record", "check_tokens", "floating", "is_plain"]
+__all__ = ["Record", "Traits", "check_tokens", "floating", "is_plain"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a layer is and promises, as its `traits` say. A check of the contract runs where its promise is given.
+
+    Args:
+        kind: the family in the tables: "softmax", "latent", "recurrent" or "kernel".
+        causal: token t never depends on a later one.
+        cached: it decodes with a cache from its ``init_cache``.
+        counts_slots: its masks or biases count slots, so padding between real tokens moves them.
+        context: it takes a context (cross-attention).
+        off_kernels: why the CPU kernels do not run it, in a sentence; empty where they do.
+    """
+
+    kind: str
+    causal: bool
+    cached: bool
+    counts_slots: bool = False
+    context: bool = False
+    off_kernels: str = ""
 
 
 @dataclass(frozen=True)
 class Record:
     """One mechanism in the catalogue: what it is, where it comes from, and how to build a layer of it.
 
-    `build(dim, heads)` makes a layer with the published defaults. The flags say what the layer promises, and so which
-    checks of the contract apply to it.
+    `build(dim, heads)` makes a layer with the published defaults; what else there is to know, the layer's own `traits`
+    say.
+
+    >>> from regard.nn import Retention
+    >>> Record("mine", "retention under my name", "Sun et al. 2023", lambda dim, heads: Retention(dim, heads)).causal
+    True
     """
 
     name: str
     summary: str
     source: str
     build: Callable[[int, int], nn.Module]
-    causal: bool
-    kind: str = "softmax"
-    cached: bool = True  # decodes with a cache
-    counts_slots: bool = True  # masks or biases count slots, so padding between real tokens moves them
-    context: bool = False  # takes a context (cross-attention)
-    off_kernels: str = ""  # why the CPU kernels do not run it, in a sentence; empty where they do
+
+    @cached_property
+    def traits(self) -> Traits:
+        """Those of a small layer, built without memory."""
+        with torch.device("meta"):
+            layer = self.build(16, 4)
+        traits = getattr(layer, "traits", None)
+        if not isinstance(traits, Traits):
+            raise TypeError(f"build: expected a layer with traits, got {type(layer).__name__}")
+        return traits
+
+    @property
+    def kind(self) -> str:
+        """The family in the tables."""
+        return self.traits.kind
+
+    @property
+    def causal(self) -> bool:
+        """Token t never depends on a later one."""
+        return self.traits.causal
+
+    @property
+    def cached(self) -> bool:
+        """It decodes with a cache."""
+        return self.traits.cached
+
+    @property
+    def counts_slots(self) -> bool:
+        """Its masks or biases count slots, so padding between real tokens moves them."""
+        return self.traits.counts_slots
+
+    @property
+    def context(self) -> bool:
+        """It takes a context (cross-attention)."""
+        return self.traits.context
+
+    @property
+    def off_kernels(self) -> str:
+        """Why the CPU kernels do not run it, in a sentence; empty where they do."""
+        return self.traits.off_kernels
 
 
 def check_tokens(layer: nn.Module, name: str, x: Tensor, dim: int, like: Tensor | None = None) -> None:

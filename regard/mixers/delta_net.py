@@ -9,11 +9,11 @@ arXiv:2411.12537.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
-from regard.mixers.parts import GatedRMSNorm, RMSNorm, merge_heads, split_heads
+from regard.mixers.parts import GatedRMSNorm, RMSNorm
 
 __all__ = ["DeltaNet", "records"]
 
@@ -40,6 +40,8 @@ class DeltaNet(DeltaRuleLayer):
     torch.Size([2, 10, 64])
     """
 
+    decays = False
+
     def __init__(
         self,
         dim: int,
@@ -54,14 +56,10 @@ class DeltaNet(DeltaRuleLayer):
     ) -> None:
         super().__init__(dim, heads, None, key_dim, value_dim, conv_size, beta_max)
         values = heads * self.value_dim
-        self.g_proj = nn.Linear(dim, values, bias=False) if gate else None
+        if gate:
+            self.g_proj = nn.Linear(dim, values, bias=False)
         self.norm = GatedRMSNorm(self.value_dim, eps=eps) if gate else RMSNorm(self.value_dim, eps=eps)
         self.o_proj = nn.Linear(values, dim, bias=False)
-
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        gate = () if self.g_proj is None else (split_heads(self.g_proj(x), self.heads),)
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, *gate)).to(x.dtype))
-        return out
 
 
 records = (
@@ -70,17 +68,11 @@ records = (
         summary="the delta rule: a write first takes out what its key holds",
         source="Schlag et al. 2021, arXiv:2102.11174; Yang et al. 2024, arXiv:2406.06484",
         build=lambda dim, heads: DeltaNet(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="deltanet_negative",
         summary="DeltaNet with beta up to 2 (negative eigenvalues) and an output gate",
         source="Grazzi et al. 2024, arXiv:2411.12537",
         build=lambda dim, heads: DeltaNet(dim, heads, beta_max=2.0, gate=True),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

@@ -12,18 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.checks import whole
+from regard.mixers.costs import delta_macs
+from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
 from regard.mixers.parts import ShortConv, l2_normalized, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, identity, widened
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence, compute_dtype, widened
 from regard.transitions import Delta
 
 __all__ = ["DeltaRuleLayer"]
 
 
-class DeltaRuleLayer(RecurrentLayer):
+class DeltaRuleLayer(MatrixStateLayer):
     """Queries, keys, values through a short convolution, and the recurrence.
 
-    Subclasses add `log_decay` and `project_output`.
+    Subclasses add `log_decay`, and what stands behind the recurrence: ``norm``, ``g_proj``, ``o_proj``.
 
     Args:
         dim: width of the tokens.
@@ -50,21 +52,15 @@ class DeltaRuleLayer(RecurrentLayer):
         beta_max: float,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
-        self.key_heads = whole("key_heads", heads if key_heads is None else key_heads, 1)
-        if heads % self.key_heads:
-            raise ValueError(f"key_heads: expected a divisor of heads={heads}, got {key_heads}")
         if isinstance(beta_max, bool) or not isinstance(beta_max, (int, float)) or not 0.0 < beta_max <= 2.0:
             raise ValueError(f"beta_max: expected a number in (0, 2], beyond which states grow, got {beta_max!r}")
-        self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
-        self.value_dim = whole("value_dim", self.expand * self.key_dim if value_dim is None else value_dim, 1)
+        self.make_projections(dim, heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim)
         self.beta_max = float(beta_max)
-        keys, values = self.key_heads * self.key_dim, heads * self.value_dim
-        self.q_proj = nn.Linear(dim, keys, bias=False)
-        self.k_proj = nn.Linear(dim, keys, bias=False)
-        self.v_proj = nn.Linear(dim, values, bias=False)
-        self.conv = ShortConv(2 * keys + values, conv_size)
+        self.conv = ShortConv(2 * self.key_heads * self.key_dim + heads * self.value_dim, conv_size)
         self.b_proj = nn.Linear(dim, heads, bias=False)
+
+    def default_value_dim(self) -> int:
+        return self.expand * self.key_dim
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """The log-decays of tokens (B, T, dim): (B, H, T), (B, H, T, Dk), or None."""
@@ -73,23 +69,20 @@ class DeltaRuleLayer(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.key_dim, self.value_dim), "conv": self.conv.state_shape}
 
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        q, k, v, conv_state = self._heads(seq, states.get("conv"))
-        out, state = seq.recur(q, k, v, self._transition(seq.x), states.get("state"))
-        return out, None, {"state": state, "conv": conv_state}
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        q, k, v, _ = self._heads(seq, None)
-        matrix, _ = seq.recur(q, k, identity(seq, self.heads), self._transition(seq.x))
-        return matrix, v
-
-    def _heads(self, seq: TokenSequence, conv_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inputs(self, seq: TokenSequence, states: States) -> MatrixInputs:
         x, keys = seq.x, self.key_heads * self.key_dim
         parts = [p(x) for p in (self.q_proj, self.k_proj, self.v_proj)]
-        channels, conv_state = self.conv(seq, widened(torch.cat(parts, -1)), conv_state)
+        channels, conv_state = self.conv(seq, widened(torch.cat(parts, -1)), states.get("conv"))
         q, k, v = channels.split((keys, keys, channels.shape[-1] - 2 * keys), -1)
         q, k = (l2_normalized(split_heads(part, self.key_heads)) for part in (q, k))
-        return q, k, split_heads(v, self.heads), conv_state
+        v = split_heads(v, self.heads)
+        return MatrixInputs(q, k, v, self._transition(x), states={"conv": conv_state})
+
+    def prefill_macs(self, tokens: int) -> int:
+        return delta_macs(self.heads, self.key_dim, self.value_dim, tokens)
+
+    def step_macs(self, cached: int) -> int:
+        return (3 + self.decays) * self.heads * self.key_dim * self.value_dim
 
     def _transition(self, x: Tensor) -> Delta:
         beta = torch.sigmoid(self.b_proj(x).to(compute_dtype(x)))

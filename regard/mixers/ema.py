@@ -19,12 +19,14 @@ from regard.checks import whole
 from regard.decays import complement_decay_from_logit, damped_decay, sigmoid
 from regard.mixers.base import Record
 from regard.mixers.parts import merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, scan_matrix, widened
+from regard.mixers.recurrent import RecurrentLayer, States
+from regard.mixers.sequence import TokenSequence, scan_matrix, widened
+from regard.mixers.vector_state import VectorInputs, VectorStateLayer
 
 __all__ = ["DampedEMA", "ExponentialMovingAverage", "records"]
 
 
-class ExponentialMovingAverage(RecurrentLayer):
+class ExponentialMovingAverage(VectorStateLayer):
     """The exponential moving average of each channel, starting at 0; ``(B, T, dim)`` in and out, causal.
 
     Args:
@@ -41,29 +43,17 @@ class ExponentialMovingAverage(RecurrentLayer):
 
     def __init__(self, dim: int, alpha: float = 0.5) -> None:
         super().__init__()
-        self.dim = whole("dim", dim, 1)
+        self.dim = self.width = whole("dim", dim, 1)
         if not 0.0 < alpha < 1.0:
             raise ValueError(f"alpha: expected a number in (0, 1), got {alpha}")
         self.logit = nn.Parameter(torch.full((dim,), math.log(alpha) - math.log1p(-alpha)))
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.dim,)}
-
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        alpha, log_a = self._rates()
-        z, state = seq.scan(log_a, alpha * seq.x, states.get("state"))
-        return split_heads(z, self.dim), None, {"state": state}
+    def inputs(self, seq: TokenSequence, states: States) -> VectorInputs:
+        log_a = complement_decay_from_logit(self.logit)
+        return VectorInputs(seq.x, log_a[None, None], weight=sigmoid(self.logit))
 
     def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         return merge_heads(mixed).to(x.dtype)
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        alpha, log_a = self._rates()
-        return scan_matrix(seq, log_a) * alpha[:, None, None], split_heads(seq.x.to(alpha.dtype), self.dim)
-
-    def _rates(self) -> tuple[Tensor, Tensor]:
-        """(alpha (dim,), the log-decays (1, 1, dim))."""
-        return sigmoid(self.logit), complement_decay_from_logit(self.logit)[None, None]
 
 
 class DampedEMA(RecurrentLayer):
@@ -141,27 +131,17 @@ records = (
         summary="exponential moving average, one learned weight per channel",
         source="Brown 1956, Exponential Smoothing for Predicting Demand",
         build=lambda dim, heads: ExponentialMovingAverage(dim),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="mega_ema",
         summary="Mega's damped multi-dimensional moving average",
         source="Ma et al. 2022, arXiv:2209.10655",
         build=lambda dim, heads: DampedEMA(dim),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="mega_ema_bidirectional",
         summary="Mega's moving average in both directions, each with its own parameters",
         source="Ma et al. 2022, arXiv:2209.10655",
         build=lambda dim, heads: DampedEMA(dim, bidirectional=True),
-        causal=False,
-        cached=False,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

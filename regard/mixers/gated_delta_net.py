@@ -18,7 +18,7 @@ from regard.checks import is_factory
 from regard.decays import softplus_decay, step_bias
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
-from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
+from regard.mixers.parts import GatedRMSNorm
 
 __all__ = ["GatedDeltaNet", "records"]
 
@@ -47,6 +47,7 @@ class GatedDeltaNet(DeltaRuleLayer):
     torch.Size([2, 10, 64])
     """
 
+    title = "Gated DeltaNet"
     expand = 2
 
     def __init__(
@@ -74,11 +75,6 @@ class GatedDeltaNet(DeltaRuleLayer):
     def log_decay(self, x: Tensor) -> Tensor:
         return softplus_decay(self.a_proj(x), self.A_log, self.dt_bias).transpose(1, 2)
 
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        gate = split_heads(self.g_proj(x), self.heads)
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, gate)).to(gate.dtype))
-        return out
-
 
 records = (
     Record(
@@ -86,8 +82,5 @@ records = (
         summary="the delta rule on a state with a decay per head and token",
         source="Yang et al. 2024, arXiv:2412.06464",
         build=lambda dim, heads: GatedDeltaNet(dim, heads, key_heads=heads if heads % 2 else heads // 2),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
-from regard.checks import is_part, positive, whole
+from regard.checks import is_part, positive
 from regard.decays import logsigmoid_decay
 from regard.mixers.base import Record
-from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, identity
+from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
+from regard.mixers.parts import GatedRMSNorm, low_rank, split_heads
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence
 from regard.transitions import Decay
 
 __all__ = ["GLADecay", "GatedLinearAttention", "records"]
@@ -44,7 +46,7 @@ class GLADecay:
             raise ValueError(f"low: expected None or a number <= 0 (nats per token), got {self.low}")
 
 
-class GatedLinearAttention(RecurrentLayer):
+class GatedLinearAttention(MatrixStateLayer):
     """GLA; ``(B, T, dim)`` in and out, causal, or in both directions.
 
     Args:
@@ -76,44 +78,22 @@ class GatedLinearAttention(RecurrentLayer):
         bidirectional: bool = False,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
-        self.key_dim = whole("key_dim", dim // (2 * heads) if key_dim is None else key_dim, 1)
-        self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
+        self.make_projections(dim, heads, key_dim=key_dim, value_dim=value_dim)
         is_part("decay", decay, GLADecay)
         self.decay, self.bidirectional = GLADecay() if decay is None else decay, bidirectional
         keys, values = heads * self.key_dim, heads * self.value_dim
-        self.q_proj = nn.Linear(dim, keys, bias=False)
-        self.k_proj = nn.Linear(dim, keys, bias=False)
-        self.v_proj = nn.Linear(dim, values, bias=False)
         self.g_proj = nn.Linear(dim, values, bias=False)
         self.decay_proj = low_rank(dim, self.decay.rank, heads if self.decay.per_head else keys, bias=True)
         self.norm = GatedRMSNorm(self.value_dim)
         self.o_proj = nn.Linear(values, dim, bias=False)
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.heads, self.key_dim, self.value_dim)}
+    def default_key_dim(self) -> int:
+        return self.dim // (2 * self.heads)
 
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        out, state = self._recur(seq, split_heads(self.v_proj(seq.x), self.heads), states.get("state"))
-        return out, None, {"state": state}
-
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        gate = split_heads(self.g_proj(x), self.heads)
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, gate)))
-        return out
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        matrix, _ = self._recur(seq, identity(seq, self.heads), None)
-        return matrix, split_heads(self.v_proj(seq.x), self.heads)
-
-    def _recur(self, seq: TokenSequence, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k = (split_heads(proj(seq.x), self.heads) for proj in (self.q_proj, self.k_proj))
+    def inputs(self, seq: TokenSequence, states: States) -> MatrixInputs:
         raw = split_heads(self.decay_proj(seq.x), self.heads)
         log_decay = logsigmoid_decay(raw.squeeze(-1) if self.decay.per_head else raw, self.decay.tau, self.decay.low)
-        if self.bidirectional:
-            out = seq.recur_both_ways(q, k, v, Decay(log_decay))
-            return out, out.new_zeros(0)  # no cache keeps a state
-        return seq.recur(q, k, v, Decay(log_decay), state)
+        return MatrixInputs(*self.head_inputs(seq.x), Decay(log_decay))
 
 
 records = (
@@ -122,27 +102,17 @@ records = (
         summary="gated linear attention: a decay per key channel",
         source="Yang et al. 2023, arXiv:2312.06635",
         build=lambda dim, heads: GatedLinearAttention(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="gla_bidirectional",
         summary="gated linear attention over the tokens before and after",
         source="Yang et al. 2023, arXiv:2312.06635, in two passes",
         build=lambda dim, heads: GatedLinearAttention(dim, heads, bidirectional=True),
-        causal=False,
-        cached=False,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="simple_gla",
         summary="gated linear attention with one decay per head",
         source="Yang et al. 2023, arXiv:2312.06635; Peng et al. 2021, arXiv:2103.02143",
         build=lambda dim, heads: GatedLinearAttention(dim, heads, decay=GLADecay(rank=None, per_head=True)),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

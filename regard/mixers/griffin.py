@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from regard.checks import is_part, whole
 from regard.decays import rglru_decay_from_logit
 from regard.mixers.base import Record
-from regard.mixers.parts import ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, scan_matrix, widened
+from regard.mixers.parts import ShortConv, merge_heads
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence, widened
+from regard.mixers.vector_state import VectorInputs, VectorStateLayer
 
 __all__ = ["GriffinRecurrent", "records"]
 
@@ -33,12 +35,16 @@ class BlockDiagonal(nn.Module):
         self.weight = nn.Parameter(torch.randn(blocks, size, size) * size**-0.5)
         self.bias = nn.Parameter(torch.zeros(blocks, size))
 
+    def matrix_macs(self) -> int:
+        """Multiply-accumulates of one token."""
+        return self.weight.numel()
+
     def forward(self, x: Tensor) -> Tensor:
         parts = x.unflatten(-1, (self.weight.shape[0], -1))
         return (torch.einsum("bthi,hio->btho", parts, self.weight) + self.bias).flatten(-2)
 
 
-class GriffinRecurrent(RecurrentLayer):
+class GriffinRecurrent(VectorStateLayer):
     """Griffin's recurrent block with the RG-LRU; ``(B, T, dim)`` in and out, causal.
 
     Args:
@@ -59,6 +65,8 @@ class GriffinRecurrent(RecurrentLayer):
     >>> GriffinRecurrent(64, 4)(torch.randn(2, 10, 64)).shape
     torch.Size([2, 10, 64])
     """
+
+    title = "RG-LRU"
 
     def __init__(
         self,
@@ -89,30 +97,21 @@ class GriffinRecurrent(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.width,), "conv": self.conv.state_shape}
 
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        log_a, x, conv_state = self._read(seq, states.get("conv"))
-        h, state = seq.scan(log_a, x, states.get("state"))
-        return split_heads(h, self.width), None, {"state": state, "conv": conv_state}
-
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        y = self.activation(self.y_proj(x))
-        out: Tensor = self.o_proj((merge_heads(mixed) * y).to(y.dtype))
-        return out
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        log_a, x, _ = self._read(seq, None)
-        return scan_matrix(seq, log_a), split_heads(x, self.width)
-
-    def _read(self, seq: TokenSequence, conv_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(the log-decays and what enters the states, both (B, T, width), the convolution's new tail)."""
+    def inputs(self, seq: TokenSequence, states: States) -> VectorInputs:
         x = self.x_proj(seq.x)
-        u, conv_state = self.conv(seq, widened(x), conv_state)
+        u, conv_state = self.conv(seq, widened(x), states.get("conv"))
         narrow = u.to(x.dtype)
         log_a = rglru_decay_from_logit(self.recurrence_gate(narrow).double(), self.p)
         anew = (seq.positions == 0)[..., None]
         share = torch.where(anew, 1.0, _bounded_sqrt(-torch.expm1(2.0 * log_a))).to(u.dtype)
         entered = share * torch.sigmoid(widened(self.input_gate(narrow))) * u
-        return torch.where(anew, -torch.inf, log_a.to(u.dtype)), entered, conv_state
+        log_a = torch.where(anew, -torch.inf, log_a.to(u.dtype))
+        return VectorInputs(entered, log_a, states={"conv": conv_state})
+
+    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
+        y = self.activation(self.y_proj(x))
+        out: Tensor = self.o_proj((merge_heads(mixed) * y).to(y.dtype))
+        return out
 
 
 def _bounded_sqrt(x: Tensor) -> Tensor:
@@ -129,8 +128,5 @@ records = (
         summary="Griffin's recurrent block: a gated decay per channel (RG-LRU)",
         source="De et al. 2024, arXiv:2402.19427",
         build=lambda dim, heads: GriffinRecurrent(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

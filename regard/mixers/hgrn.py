@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from regard.checks import describe, whole
 from regard.decays import lower_bounded_decay, lower_bounded_input
 from regard.mixers.base import Record
-from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, scan_matrix, widened
+from regard.mixers.parts import GatedRMSNorm, merge_heads
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence, compute_dtype, widened
+from regard.mixers.vector_state import VectorInputs, VectorStateLayer
 
-__all__ = ["HGRN", "ForgetBound", "ForgetBounds", "records"]
+__all__ = ["HGRN", "ForgetBounds", "records"]
 
 
 class ForgetBounds(nn.Module):
@@ -53,7 +55,7 @@ class ForgetBound(nn.Module):
         return torch.softmax(weight.to(compute_dtype(weight)), 0)[1 : self.layer + 1].sum(0)
 
 
-class HGRN(RecurrentLayer):
+class HGRN(VectorStateLayer):
     """HGRN; ``(B, T, dim)`` in and out, causal.
 
     Args:
@@ -87,26 +89,14 @@ class HGRN(RecurrentLayer):
         self.norm = GatedRMSNorm(self.width)
         self.o_proj = nn.Linear(self.width, dim, bias=False)
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.width,)}
-
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        log_f, x = self._read(seq)
-        h, state = seq.scan(log_f, x, states.get("state"))
-        return split_heads(h, self.width), None, {"state": state}
+    def inputs(self, seq: TokenSequence, states: States) -> VectorInputs:
+        raw, low = self.f_proj(seq.x), self.low() if isinstance(self.low, nn.Module) else self.low
+        entered = lower_bounded_input(raw, low) * F.silu(widened(self.i_proj(seq.x)))
+        return VectorInputs(entered, lower_bounded_decay(raw, low))
 
     def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         out: Tensor = self.o_proj(self.norm(merge_heads(mixed), self.g_proj(x)))
         return out
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        log_f, x = self._read(seq)
-        return scan_matrix(seq, log_f), split_heads(x, self.width)
-
-    def _read(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        """The log-decays and what enters the states, both (B, T, width)."""
-        raw, low = self.f_proj(seq.x), self.low() if isinstance(self.low, nn.Module) else self.low
-        return lower_bounded_decay(raw, low), lower_bounded_input(raw, low) * F.silu(widened(self.i_proj(seq.x)))
 
 
 records = (
@@ -115,8 +105,5 @@ records = (
         summary="HGRN: a forget gate per channel with a lower bound",
         source="Qin et al. 2023, arXiv:2311.04823",
         build=lambda dim, heads: HGRN(dim, low=ForgetBounds(2, dim).bound(1)),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

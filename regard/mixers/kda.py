@@ -19,7 +19,7 @@ from regard.checks import is_part, norm_eps
 from regard.decays import bounded_decay, softplus_decay, step_bias
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
-from regard.mixers.parts import GatedRMSNorm, low_rank, merge_heads, split_heads
+from regard.mixers.parts import GatedRMSNorm, low_rank, split_heads
 
 __all__ = ["KDAGates", "KimiDeltaAttention", "records"]
 
@@ -76,6 +76,8 @@ class KimiDeltaAttention(DeltaRuleLayer):
     torch.Size([2, 10, 64])
     """
 
+    title = "Kimi Delta Attention"
+
     def __init__(
         self,
         dim: int,
@@ -106,10 +108,6 @@ class KimiDeltaAttention(DeltaRuleLayer):
         rate, bias = self.A_log[:, None, None], self.dt_bias.view(self.heads, 1, self.key_dim)
         return softplus_decay(raw, rate, bias) if self.low is None else bounded_decay(raw, rate, bias, self.low)
 
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
-        return out
-
 
 records = (
     Record(
@@ -117,17 +115,11 @@ records = (
         summary="Kimi Delta Attention: the delta rule with a decay per key channel",
         source="Kimi team 2025, arXiv:2510.26692",
         build=lambda dim, heads: KimiDeltaAttention(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="kda_bounded",
         summary="Kimi Delta Attention with a decay bounded from below and a full-rank output gate",
         source="Kimi team 2025, arXiv:2510.26692; the bounded decay is Kimi K3's",
         build=lambda dim, heads: KimiDeltaAttention(dim, heads, gates=KDAGates(low=-5.0, decay_rank=dim // heads)),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

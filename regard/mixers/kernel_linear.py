@@ -10,134 +10,32 @@ arXiv:2402.10644 (ReBased).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.caches import StateCache
-from regard.checks import describe, is_factory, positive, whole
-from regard.feature_maps import EluPlusOne, FeatureMap, Rebased, Taylor
+from regard.checks import describe, whole
+from regard.feature_maps import EluPlusOne, Rebased, Taylor
 from regard.masks import Mask
-from regard.mixers.base import Record, check_tokens, floating
-from regard.mixers.parts import RMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import (
-    RecurrentLayer,
-    States,
-    TokenSequence,
-    check_cache,
-    compute_dtype,
-    empty_states,
-    identity,
-)
+from regard.mixers.attention_parts import context_tokens
+from regard.mixers.base import Record, Traits, check_tokens, floating
+from regard.mixers.kernel_sums import KernelHeads, MapFactory, read, written
+from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
+from regard.mixers.recurrent import States, check_cache, empty_states
+from regard.mixers.sequence import TokenSequence, compute_dtype, identity
 from regard.ops.checks import without_autocast
-from regard.tokens import TokenLayout, resolve_tokens
+from regard.tokens import TokenLayout
 from regard.transitions import Decay
 
-__all__ = ["LinearAttention", "LinearCrossAttention", "divided", "read", "records", "with_ones", "written"]
+__all__ = ["LinearAttention", "LinearCrossAttention", "records"]
 
-MapFactory = Callable[[int, int], FeatureMap]
-
-
-def with_ones(v: Tensor) -> Tensor:
-    """The values (..., D) with a last column of ones: what is mixed of it is the sum of the weights."""
-    return torch.cat((v, torch.ones_like(v[..., :1])), -1)
+PLAIN_PRODUCTS = "it mixes all tokens in two plain products, which are torch's own"
+CANCELLING = "its features cancel, so they are summed in float64, and the kernels compute in float32"
 
 
-def divided(sums: Tensor, eps: float) -> Tensor:
-    """Weighted sums (..., D + 1) of `with_ones` values, divided by the sums of the weights plus `eps`: (..., D).
-
-    >>> divided(torch.tensor([[3.0, 5.0, 2.0], [0.0, 0.0, 0.0]]), 1e-6).tolist()
-    [[1.4999992847442627, 2.4999988079071045], [0.0, 0.0]]
-    """
-    return sums[..., :-1] / (sums[..., -1:] + eps)
-
-
-def written(k: Tensor, v: Tensor) -> Tensor:
-    """``sum_s k_s v_s^T`` (B, Hv, F, D) of all tokens; k (B, Hk, T, F) are features, v is (B, Hv, T, D)."""
-    groups = v.unflatten(1, (k.shape[1], v.shape[1] // k.shape[1]))
-    state: Tensor = (k.transpose(-1, -2).unsqueeze(2) @ groups).flatten(1, 2)
-    return state
-
-
-def read(q: Tensor, state: Tensor) -> Tensor:
-    """``S^T q_t`` (B, Hv, T, D) for every query's features (B, Hk, T, F)."""
-    groups = state.unflatten(1, (q.shape[1], state.shape[1] // q.shape[1]))
-    sums: Tensor = (q.unsqueeze(2) @ groups).flatten(1, 2)
-    return sums
-
-
-class _Kernel(nn.Module):
-    """Projections, feature map and normaliser of a layer whose keys and values come from `source` channels."""
-
-    def __init__(
-        self,
-        dim: int,
-        source: int,
-        heads: int,
-        key_heads: int | None,
-        key_dim: int | None,
-        value_dim: int | None,
-        feature_map: MapFactory,
-        eps: float | None,
-    ) -> None:
-        super().__init__()
-        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
-        self.key_heads = heads if key_heads is None else whole("key_heads", key_heads, 1)
-        if heads % self.key_heads:
-            raise ValueError(f"key_heads: expected a divisor of heads={heads}, got {key_heads}")
-        self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
-        self.value_dim = whole("value_dim", dim // heads if value_dim is None else value_dim, 1)
-        self.eps = None if eps is None else positive("eps", eps)  # None divides by nothing
-        is_factory("feature_map", feature_map)
-        self.feature_map = feature_map(self.key_heads, self.key_dim)
-        if not isinstance(self.feature_map, FeatureMap):
-            raise TypeError(f"feature_map: expected a factory of a FeatureMap, got one of {describe(self.feature_map)}")
-        keys, values = self.key_heads * self.key_dim, heads * self.value_dim
-        self.q_proj = nn.Linear(dim, keys, bias=False)
-        self.k_proj = nn.Linear(source, keys, bias=False)
-        self.v_proj = nn.Linear(source, values, bias=False)
-        self.norm = RMSNorm(self.value_dim) if eps is None else None
-        self.o_proj = nn.Linear(values, dim, bias=False)
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.heads, self.feature_map.features, self.value_dim + (self.eps is not None))}
-
-    def query_features(self, x: Tensor) -> Tensor:
-        """phi(q) (B, key heads, T, features) in the compute dtype."""
-        q = split_heads(self.q_proj(x), self.key_heads)
-        with without_autocast(q):
-            return self.feature_map.queries(self._wide(q))
-
-    def key_features(self, x: Tensor) -> Tensor:
-        """phi(k), as `query_features`."""
-        k = split_heads(self.k_proj(x), self.key_heads)
-        with without_autocast(k):
-            return self.feature_map.keys(self._wide(k))
-
-    def values(self, x: Tensor) -> Tensor:
-        """(B, heads, T, value_dim)."""
-        return split_heads(self.v_proj(x), self.heads)
-
-    def summed(self, v: Tensor) -> Tensor:
-        """The values as the sums take them."""
-        return self._wide(v if self.eps is None else with_ones(v))
-
-    def _wide(self, x: Tensor) -> Tensor:
-        return x.to(torch.float64 if self.feature_map.cancels else compute_dtype(x))
-
-    def finished(self, sums: Tensor, like: Tensor) -> Tensor:
-        """What is mixed, from the sums, in the compute dtype of `like`."""
-        return (sums if self.eps is None else divided(sums, self.eps)).to(compute_dtype(like))
-
-    def project(self, mixed: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output (B, T, dim) from what was mixed, which is rounded to `dtype` after its norm."""
-        out: Tensor = self.o_proj(merge_heads(mixed if self.norm is None else self.norm(mixed)).to(dtype))
-        return out
-
-
-class LinearAttention(_Kernel, RecurrentLayer):
+class LinearAttention(KernelHeads, MatrixStateLayer):
     """Kernel linear attention over the layer's own tokens; ``(B, T, dim)`` in and out, causal or not.
 
     Args:
@@ -164,6 +62,9 @@ class LinearAttention(_Kernel, RecurrentLayer):
     torch.Size([2, 10, 64])
     """
 
+    scale = 1.0  # it stands in the feature map
+    decays = False
+
     def __init__(
         self,
         dim: int,
@@ -179,30 +80,29 @@ class LinearAttention(_Kernel, RecurrentLayer):
         super().__init__(dim, dim, heads, key_heads, key_dim, value_dim, feature_map, eps)
         self.bidirectional = bidirectional
 
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        mixed, state = self._mixed(seq, self.values(seq.x), states.get("state"))
-        return mixed, None, {"state": state}
+    @property
+    def traits(self) -> Traits:
+        """What the layer promises."""
+        causal = not self.bidirectional
+        kind, off = ("recurrent", "") if causal else ("kernel", PLAIN_PRODUCTS)
+        off = CANCELLING if self.feature_map.cancels else off
+        return Traits(kind, causal=causal, cached=causal, off_kernels=off)
 
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        return self.project(mixed, x.dtype)
+    def inputs(self, seq: TokenSequence, states: States) -> MatrixInputs:
+        return MatrixInputs(self.query_features(seq.x), self.key_features(seq.x), self.values(seq.x), Decay())
 
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        return self._mixed(seq, identity(seq, self.heads), None)[0], self.values(seq.x)
-
-    def _mixed(self, seq: TokenSequence, values: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v = self.query_features(seq.x), self.key_features(seq.x), self.summed(values)
-        with without_autocast(v):
-            if not self.bidirectional:
-                sums, state = seq.recur(q, k, v, Decay(), state, 1.0)
-                return self.finished(sums, values), state.to(compute_dtype(values))
-            if seq.segments is None:
-                sums = read(q, written(k, seq.mask_padding(v, 2)))
-            else:
-                sums = seq.recur_both_ways(q, k, v, Decay(), 1.0)
-            return self.finished(sums, values), sums.new_zeros(0)  # no cache keeps a state
+    def recur(
+        self, seq: TokenSequence, given: MatrixInputs, v: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, values = given.q, given.k, self.summed(v)
+        with without_autocast(values):
+            if self.bidirectional and seq.segments is None:
+                return self.finished(read(q, written(k, seq.mask_padding(values, 2))), v), None
+            sums, state = super().recur(seq, given, values, state)
+            return self.finished(sums, v), None if state is None else state.to(compute_dtype(v))
 
 
-class LinearCrossAttention(_Kernel):
+class LinearCrossAttention(KernelHeads):
     """Kernel linear attention over a context: its sums are made once, whatever the number of queries.
 
     ``layer(x, context)`` is (B, T, dim); the arguments are those of `LinearAttention` but for `context_dim`, the width
@@ -236,6 +136,12 @@ class LinearCrossAttention(_Kernel):
         super().__init__(dim, source, heads, key_heads, key_dim, value_dim, feature_map, eps)
         self.context_dim = source  # of what keys and values are made from
 
+    @property
+    def traits(self) -> Traits:
+        """What the layer promises."""
+        off = CANCELLING if self.feature_map.cancels else PLAIN_PRODUCTS
+        return Traits("kernel", causal=False, cached=True, context=True, off_kernels=off)
+
     def forward(
         self,
         x: Tensor,
@@ -255,7 +161,7 @@ class LinearCrossAttention(_Kernel):
         else:
             assert cache is not None
             state = cache.states["state"]
-        out = self.project(self._read(q, state, x), x.dtype)
+        out = self.project_output(x, self._read(q, state, x), None)
         if cache is not None and seq is not None:
             cache.commit({"state": state.to(compute_dtype(x))}, None, layout, seq.x.shape[1])
             cache.context = True
@@ -308,20 +214,10 @@ class LinearCrossAttention(_Kernel):
         check_tokens(self, "x", x, self.dim)
         if mask is not None:
             raise ValueError(f"mask: expected None, the sums are over the whole context; got {describe(mask)}")
-        if segments is not None:
-            raise ValueError("segments: with a context they have no meaning; mask the context with keep")
         check_cache(self, cache, self.state_shapes())
+        layout = context_tokens(self, x, context, self.context_dim, keep=keep, segments=segments, cache=cache)
         if context is None:
-            if cache is None or not cache.context:
-                raise ValueError("context: expected the tokens to read, or a cache that holds their sums")
-            if keep is not None:
-                raise ValueError("keep: it describes the context's tokens, which an earlier call has written")
-            return None, cache.resolve_tokens(x.shape[0], 0, x.device)
-        if cache is not None and cache.context:
-            raise ValueError("context: the cache holds one already; later calls pass context=None, or reset it first")
-        check_tokens(self, "context", context, self.context_dim, x)
-        sizes = (context.shape[0], context.shape[1], context.device)
-        layout = resolve_tokens(*sizes, keep=keep) if cache is None else cache.resolve_tokens(*sizes, keep=keep)
+            return None, layout
         seq = TokenSequence(context, layout.positions, layout.keep)
         return TokenSequence(seq.mask_padding(context), layout.positions, layout.keep), layout
 
@@ -332,58 +228,35 @@ records = (
         summary="kernel linear attention with elu + 1, divided by the sums of its weights",
         source="Katharopoulos et al. 2020, arXiv:2006.16236",
         build=lambda dim, heads: LinearAttention(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="linear_bidirectional",
-        off_kernels="it mixes all tokens in two plain products, which are torch's own",
         summary="kernel linear attention over all tokens",
         source="Katharopoulos et al. 2020, arXiv:2006.16236",
         build=lambda dim, heads: LinearAttention(dim, heads, bidirectional=True),
-        causal=False,
-        cached=False,
-        kind="kernel",
-        counts_slots=False,
     ),
     Record(
         name="linear_cross",
-        off_kernels="it mixes all tokens in two plain products, which are torch's own",
         summary="kernel linear attention over a context, whose sums are written to the cache once",
         source="Katharopoulos et al. 2020, arXiv:2006.16236",
         build=lambda dim, heads: LinearCrossAttention(dim, heads, context_dim=dim + 4),
-        causal=False,
-        kind="kernel",
-        context=True,
-        counts_slots=False,
     ),
     Record(
         name="linear_unnormalised",
         summary="kernel linear attention with a norm per head instead of the division",
         source="Katharopoulos et al. 2020, arXiv:2006.16236; Qin et al. 2022, arXiv:2210.10340",
         build=lambda dim, heads: LinearAttention(dim, heads, eps=None),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="based",
         summary="linear attention with the second-order Taylor polynomial of exp",
         source="Arora et al. 2024, arXiv:2402.18668",
         build=lambda dim, heads: LinearAttention(dim, heads, key_dim=16, feature_map=Taylor, eps=1e-12),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="rebased",
-        off_kernels="its features cancel, so they are summed in float64, and the kernels compute in float32",
         summary="linear attention with a learned parabola of normalised queries and keys",
         source="Aksenov et al. 2024, arXiv:2402.10644",
         build=lambda dim, heads: LinearAttention(dim, heads, key_dim=16, feature_map=Rebased, eps=1e-12),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

@@ -16,94 +16,24 @@ arXiv:2405.04434, sec. 2.1; without rotation: Kimi team 2025, arXiv:2510.26692; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.caches import KVView, LatentCache
-from regard.checks import describe, is_factory, is_part, whole
+from regard.checks import describe, is_part, whole
 from regard.masks import Causal, Mask
-from regard.mixers.base import Record, check_tokens, floating, is_plain
-from regard.mixers.parts import RMSNorm, Scores, merge_heads, read_mask, split_heads
+from regard.mixers.attention_parts import attention_traits, hide_unread, read_mask, window_words
+from regard.mixers.base import Record, Traits, check_tokens, floating, is_plain
+from regard.mixers.costs import causal_pairs, keys_read, window_of
+from regard.mixers.latent_parts import LatentProjections, LatentSizes
+from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary, YarnScaling
 from regard.tokens import resolve_tokens
 
 __all__ = ["LatentProjections", "LatentSizes", "MultiHeadLatentAttention", "records"]
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """The sizes of latent attention.
-
-    Args:
-        rank: of the latent that keys and values are made from (kv_lora_rank).
-        nope_dim: a head's query and key channels that are made from latents and never rotate.
-        rope_dim: a head's further query channels, whose key channels all heads share; 0 for none.
-        value_dim: a head's value channels.
-        q_rank: inner width of the queries' projection; None for one whole matrix.
-
-    >>> LatentSizes(512, 128, 64, 128).per_token  # DeepSeek-V2
-    576
-    """
-
-    rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    q_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("nope_dim", 1), ("rope_dim", 0), ("value_dim", 1)):
-            whole(name, getattr(self, name), least)
-        if self.q_rank is not None:
-            whole("q_rank", self.q_rank, 1)
-
-    @property
-    def key_dim(self) -> int:
-        """Channels of a head's queries and keys."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def per_token(self) -> int:
-        """Elements that a cache holds of a token."""
-        return self.rank + self.rope_dim
-
-    def expanded_cost(self, queries: int, keys: int, pairs: int | None = None) -> int:
-        """Multiplications per head and row when every head's keys and values are formed; `pairs` is all by default."""
-        expansion = self.rank * (self.nope_dim + self.value_dim)
-        met = queries * keys if pairs is None else pairs
-        return keys * expansion + met * (self.key_dim + self.value_dim)
-
-    def absorbed_cost(self, queries: int, keys: int, pairs: int | None = None) -> int:
-        """Multiplications per head and row when queries and results pass through the expansion instead."""
-        expansion = self.rank * (self.nope_dim + self.value_dim)
-        met = queries * keys if pairs is None else pairs
-        return queries * expansion + met * (self.per_token + self.rank)
-
-
-@dataclass(frozen=True)
-class LatentProjections:
-    """How latent attention's queries, latents and output are made.
-
-    Args:
-        bias: the projections from and to the tokens' width have biases, but a whole query matrix has none.
-        gate: the heads' outputs are multiplied by ``sigmoid(gate_proj(x))``: channel by channel (``"channel"``) or by
-            one number per head (``"head"``); None for no gate.
-        norm: a module factory; ``norm(rank)`` normalises the latent, and another the compressed queries.
-    """
-
-    bias: bool = False
-    gate: str | None = None
-    norm: Callable[[int], nn.Module] = RMSNorm
-
-    def __post_init__(self) -> None:
-        if self.gate not in (None, "channel", "head"):
-            raise ValueError(f"gate: expected 'channel', 'head' or None, got {self.gate!r}")
-        is_factory("norm", self.norm)
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -134,6 +64,8 @@ class MultiHeadLatentAttention(nn.Module):
     >>> layer(torch.randn(1, 10, 64), cache=cache).shape, cache.latent.shape
     (torch.Size([1, 10, 64]), torch.Size([1, 1, 10, 20]))
     """
+
+    counted_by_form = ("kv_b_proj",)  # `prefill_macs` and `step_macs` count it: its use depends on the form
 
     def __init__(
         self,
@@ -211,9 +143,7 @@ class MultiHeadLatentAttention(nn.Module):
         _, q, view, options = self._read(x, context, **arguments)
         k, v = self._expanded(view)
         _, weights, _ = attention_weights(q, k, v, **options)
-        v = v.to(weights.dtype)
-        read = (weights != 0).any(-2).any(1)[:, None, :, None]
-        return weights, torch.where(read, v, torch.zeros((), dtype=v.dtype, device=v.device))
+        return weights, hide_unread(weights, v)
 
     def absorbs(self, queries: int, keys: int) -> bool:
         """Whether a call with so many queries and keys takes the absorbed form; never a matter of the batch.
@@ -239,6 +169,29 @@ class MultiHeadLatentAttention(nn.Module):
         like = floating(self.kv_a_proj, self)
         sizes = self.sizes.rank, self.sizes.rope_dim
         return LatentCache(batch, capacity, *sizes, dtype or like.dtype, device or like.device)
+
+    @property
+    def traits(self) -> Traits:
+        """What the layer promises."""
+        return attention_traits("latent", self.mask)
+
+    def label(self) -> str:
+        """The layer in a few words."""
+        words = [f"latent attention, {self.heads} heads, {self.sizes.rank} + {self.sizes.rope_dim}"]
+        return ", ".join(words + ["gated"] * bool(self.gate) + window_words(window_of(self)))
+
+    def prefill_macs(self, tokens: int) -> int:
+        """Multiply-accumulates between `tokens` tokens, each of which reads those before it; with ``kv_b_proj``."""
+        return self._macs(tokens, tokens, causal_pairs(tokens, window_of(self)))
+
+    def step_macs(self, cached: int) -> int:
+        """The same for one token, which reads `cached` tokens, itself included."""
+        return self._macs(1, cached, keys_read(cached, window_of(self)))
+
+    def _macs(self, queries: int, keys: int, pairs: int) -> int:
+        """A window bounds the pairs; the expanded form still forms the keys and values of every latent."""
+        cost = self.sizes.absorbed_cost if self.absorbs(queries, keys) else self.sizes.expanded_cost
+        return self.heads * cost(queries, keys, pairs)
 
     def extra_repr(self) -> str:
         parts = {"mask": self.mask, "rotary": self.rotary, "gate": self.gate}
@@ -342,18 +295,12 @@ records = (
         summary="latent attention: all heads read one short vector a token and a shared rotary key",
         source="DeepSeek-AI 2024, arXiv:2405.04434",
         build=_deepseek,
-        causal=True,
-        kind="latent",
-        counts_slots=False,
     ),
     Record(
         name="mla_nope",
         summary="latent attention without positions",
         source="Kimi team 2025, arXiv:2510.26692",
         build=lambda dim, heads: MultiHeadLatentAttention(dim, heads, _sizes(dim, heads), mask=Causal()),
-        causal=True,
-        kind="latent",
-        counts_slots=False,
     ),
     Record(
         name="mla_gated",
@@ -362,8 +309,5 @@ records = (
         build=lambda dim, heads: MultiHeadLatentAttention(
             dim, heads, _sizes(dim, heads, dim // 2), projections=LatentProjections(gate="channel"), mask=Causal()
         ),
-        causal=True,
-        kind="latent",
-        counts_slots=False,
     ),
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,14 +17,15 @@ from regard.checks import whole
 from regard.coordinates import plain_tensors
 from regard.decays import fixed_slopes, lightning_slopes
 from regard.mixers.base import Record
-from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, identity, widened
-from regard.transitions import Decay
+from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer, constant_decay
+from regard.mixers.parts import GatedRMSNorm, merge_heads
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence, widened
 
 __all__ = ["LightningAttention", "records"]
 
 
-class LightningAttention(RecurrentLayer):
+class LightningAttention(MatrixStateLayer):
     """Lightning attention; ``(B, T, dim)`` in and out, causal.
 
     Args:
@@ -45,6 +45,11 @@ class LightningAttention(RecurrentLayer):
     torch.Size([2, 10, 64])
     """
 
+    title = "lightning attention"
+    scale = 1.0
+    norm: nn.Module
+    g_proj: nn.Module
+
     def __init__(
         self,
         dim: int,
@@ -55,40 +60,23 @@ class LightningAttention(RecurrentLayer):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
-        self.head_dim = whole("head_dim", dim // heads if head_dim is None else head_dim, 1)
+        size = None if head_dim is None else whole("head_dim", head_dim, 1)
+        self.make_projections(dim, heads, key_dim=size, value_dim=size)
+        self.head_dim = self.key_dim
         with plain_tensors():
             self.slopes = fixed_slopes(lightning_slopes(heads) if slopes is None else slopes, heads)
         width = heads * self.head_dim
-        self.q_proj = nn.Linear(dim, width, bias=False)
-        self.k_proj = nn.Linear(dim, width, bias=False)
-        self.v_proj = nn.Linear(dim, width, bias=False)
         self.g_proj = nn.Linear(dim, width, bias=False)
         self.norm = GatedRMSNorm(width, eps=eps, gate="sigmoid")
         self.o_proj = nn.Linear(width, dim, bias=False)
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.heads, self.head_dim, self.head_dim)}
-
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        out, state = self._recur(seq, self._head(self.v_proj, seq), states.get("state"))
-        return out, None, {"state": state}
+    def inputs(self, seq: TokenSequence, states: States) -> MatrixInputs:
+        q, k, v = (F.silu(widened(part)) for part in self.head_inputs(seq.x))
+        return MatrixInputs(q, k, v, constant_decay(self.slopes, seq.x))
 
     def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         out: Tensor = self.o_proj(self.norm(merge_heads(mixed), self.g_proj(x)))
         return out
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        matrix, _ = self._recur(seq, identity(seq, self.heads), None)
-        return matrix, self._head(self.v_proj, seq)
-
-    def _head(self, proj: nn.Module, seq: TokenSequence) -> Tensor:
-        return split_heads(F.silu(widened(proj(seq.x))), self.heads)
-
-    def _recur(self, seq: TokenSequence, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = seq.x
-        decay = Decay(-torch.tensor(self.slopes, dtype=compute_dtype(x), device=x.device))
-        return seq.recur(self._head(self.q_proj, seq), self._head(self.k_proj, seq), v, decay, state, scale=1.0)
 
 
 records = (
@@ -97,8 +85,5 @@ records = (
         summary="linear attention with a fixed decay per head",
         source="Qin et al. 2024, arXiv:2401.04658; MiniMax 2025, arXiv:2501.08313",
         build=lambda dim, heads: LightningAttention(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

@@ -19,7 +19,8 @@ from regard.checks import is_factory, is_part, whole
 from regard.decays import softplus_step, state_rate, step_bias
 from regard.mixers.base import Record, is_plain
 from regard.mixers.parts import MambaConfig, RMSNorm, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, widened
+from regard.mixers.recurrent import RecurrentLayer, States
+from regard.mixers.sequence import TokenSequence, compute_dtype, widened
 from regard.ops.checks import lowered
 
 __all__ = ["Mamba", "records"]
@@ -46,6 +47,8 @@ class Mamba(RecurrentLayer):
     >>> Mamba(32)(torch.randn(2, 10, 32)).shape
     torch.Size([2, 10, 32])
     """
+
+    title = "Mamba"
 
     def __init__(
         self,
@@ -127,17 +130,11 @@ records = (
         summary="Mamba: a selective scan, 16 numbers of state per channel",
         source="Gu and Dao 2023, arXiv:2312.00752",
         build=lambda dim, heads: Mamba(dim),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="jamba",
         summary="Mamba with RMS norms on steps, B and C",
         source="Lieber et al. 2024, arXiv:2403.19887",
         build=lambda dim, heads: Mamba(dim, norm=RMSNorm),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

@@ -10,32 +10,22 @@ In `regard.recurrence`'s words q = C, k = B, v = dt x, without a scale; head h r
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from regard.checks import is_part, whole
 from regard.decays import softplus_decay, softplus_step, step_bias
 from regard.mixers.base import Record
+from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, ShortConv, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, identity, widened
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence, widened
 from regard.transitions import Decay
 
 __all__ = ["Mamba2", "records"]
 
 
-class _Inputs(NamedTuple):
-    """In the compute dtype: x (B, H, T, P), B and C (B, G, T, N), the steps dt and the log-decays (B, H, T)."""
-
-    x: Tensor
-    B: Tensor
-    C: Tensor
-    dt: Tensor
-    log_decay: Tensor
-
-
-class Mamba2(RecurrentLayer):
+class Mamba2(MatrixStateLayer):
     """Mamba-2; ``(B, T, dim)`` in and out, causal, or in both directions.
 
     Args:
@@ -61,6 +51,10 @@ class Mamba2(RecurrentLayer):
     torch.Size([2, 10, 64])
     """
 
+    title = "Mamba-2"
+    scale = 1.0
+    norm: nn.Module
+
     def __init__(
         self,
         dim: int,
@@ -83,6 +77,7 @@ class Mamba2(RecurrentLayer):
             raise ValueError(f"groups: expected a divisor of heads={heads}, got {groups}")
         softplus_step(torch.zeros(0), limits=limits)  # refuses limits that it could not use
         self.limits, self.bidirectional = limits, bidirectional
+        self.key_heads = groups
         is_part("shell", shell, MambaConfig)
         p = shell or MambaConfig()
         self.width = heads * self.head_dim
@@ -98,39 +93,33 @@ class Mamba2(RecurrentLayer):
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.state_dim, self.head_dim), "conv": self.conv.state_shape}
 
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        z, inputs, conv_state = self._read(seq, states.get("conv"))
-        y, state = self._ssd(seq, inputs, inputs.x, states.get("state"))
-        return y, z, {} if state is None else {"state": state, "conv": conv_state}
+    def inputs(self, seq: TokenSequence, states: States) -> MatrixInputs:
+        shared = self.groups * self.state_dim
+        z, mixed, steps = self.in_proj(seq.x).split([self.width, self.width + 2 * shared, self.heads], -1)
+        mixed, conv_state = self.conv(seq, widened(mixed), states.get("conv"))
+        x, B, C = mixed.split([self.width, shared, shared], -1)
+        dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
+        log_decay = softplus_decay(steps, self.A_log, self.dt_bias, self.limits).transpose(1, 2)
+        return MatrixInputs(
+            q=split_heads(C, self.groups),
+            k=split_heads(B, self.groups),
+            v=split_heads(x, self.heads),
+            transition=Decay(log_decay),
+            weight=dt,
+            gate_input=z,
+            states={"conv": conv_state},
+        )
+
+    def recur(
+        self, seq: TokenSequence, given: MatrixInputs, v: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        y, state = super().recur(seq, given, v, state)
+        return y + self.D.to(y.dtype)[:, None, None] * v.to(y.dtype), state
 
     def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
         assert gate_input is not None
         out: Tensor = self.out_proj(self.norm(merge_heads(mixed), gate_input))
         return out
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        _, inputs, _ = self._read(seq, None)
-        return self._ssd(seq, inputs, identity(seq, self.heads), None)[0], inputs.x
-
-    def _read(self, seq: TokenSequence, conv_state: Tensor | None) -> tuple[Tensor, _Inputs, Tensor]:
-        """(z, what the state space reads, the convolution's new tail)."""
-        shared = self.groups * self.state_dim
-        z, mixed, steps = self.in_proj(seq.x).split([self.width, self.width + 2 * shared, self.heads], -1)
-        mixed, conv_state = self.conv(seq, widened(mixed), conv_state)
-        x, B, C = mixed.split([self.width, shared, shared], -1)
-        dt = softplus_step(steps, self.dt_bias, self.limits).transpose(1, 2)
-        log_decay = softplus_decay(steps, self.A_log, self.dt_bias, self.limits).transpose(1, 2)
-        heads = split_heads(x, self.heads), split_heads(B, self.groups), split_heads(C, self.groups)
-        return z, _Inputs(*heads, dt, log_decay), conv_state
-
-    def _ssd(self, seq: TokenSequence, given: _Inputs, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        x = x.to(given.x.dtype)
-        decay = Decay(given.log_decay)
-        v, skip = given.dt[..., None] * x, self.D.to(x.dtype)[:, None, None] * x
-        if self.bidirectional:
-            return seq.recur_both_ways(given.C, given.B, v, decay, scale=1.0) + skip, None
-        y, state = seq.recur(given.C, given.B, v, decay, state, scale=1.0)
-        return y + skip, state
 
 
 records = (
@@ -139,18 +128,11 @@ records = (
         summary="Mamba-2 (SSD): one decay per head and token, B and C shared by groups of heads",
         source="Dao and Gu 2024, arXiv:2405.21060",
         build=lambda dim, heads: Mamba2(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
     Record(
         name="mamba2_bidirectional",
         summary="Mamba-2 in both directions, by two passes",
         source="Dao and Gu 2024, arXiv:2405.21060",
         build=lambda dim, heads: Mamba2(dim, heads, bidirectional=True),
-        causal=False,
-        cached=False,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.biases import RelativeBuckets
-from regard.caches import KVView
 from regard.checks import is_factory, norm_eps, whole
-from regard.masks import KeyPadding, Mask, Segments, as_mask
-from regard.mixers.recurrent import TokenSequence
+from regard.mixers.sequence import TokenSequence
 from regard.score_options import ScoreOptions
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "l2_normalized",
     "low_rank",
     "merge_heads",
-    "read_mask",
     "split_heads",
 ]
 
@@ -142,6 +139,10 @@ class ShortConv(nn.Module):
     def state_shape(self) -> tuple[int, int]:
         """The state's shape, without the batch axis."""
         return self.conv_size - 1, self.channels
+
+    def matrix_macs(self) -> int:
+        """Multiply-accumulates of one token."""
+        return self.weight.numel()
 
     def forward(self, seq: TokenSequence, x: Tensor, conv_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the convolved tokens (B, T, channels), its new state)."""
@@ -274,23 +275,3 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, T, D) as (B, T, heads * D)."""
     return x.transpose(1, 2).flatten(2)
-
-
-def read_mask(own: Mask | None, given: Mask | Tensor | None, view: KVView, x: Tensor) -> Mask | None:
-    """What the queries of tokens `x` (B, T, dim) may read of `view`: a layer's own pattern, one given at the call (both
-    count every token seen), no padding, nothing of other segments.
-    """
-    pattern, extra = None if own is None else own.to(x.device), as_mask(given)
-    if extra is not None:
-        pattern = extra if pattern is None else pattern & extra
-    parts = [] if pattern is None else [pattern.shifted(view.first)]
-    if view.keep is not None:
-        parts.append(KeyPadding(view.keep))
-    if view.segments is not None:
-        last = view.segments.shape[1] - x.shape[1]
-        parts.append(Segments(view.segments[:, last:], view.segments))
-    mask = parts[0] if parts else None
-    for part in parts[1:]:
-        assert mask is not None
-        mask = mask & part
-    return mask

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from regard.checks import is_part, whole
+from regard.checks import is_part
 from regard.coordinates import plain_tensors
 from regard.decays import fixed_slopes, retention_slopes
 from regard.mixers.base import Record
-from regard.mixers.parts import GatedRMSNorm, merge_heads, split_heads
-from regard.mixers.recurrent import RecurrentLayer, States, TokenSequence, compute_dtype, identity, widened
+from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer, constant_decay
+from regard.mixers.parts import GatedRMSNorm
+from regard.mixers.recurrent import States
+from regard.mixers.sequence import TokenSequence, widened
 from regard.positions import Rotary
-from regard.transitions import Decay
 
-__all__ = ["Retention", "records", "retention_rotary"]
+__all__ = ["Retention", "records"]
 
 
 def retention_rotary(key_dim: int) -> Rotary:
@@ -36,7 +36,7 @@ def retention_rotary(key_dim: int) -> Rotary:
     return Rotary(key_dim, base=10000.0 ** (pairs / (pairs - 1)) if pairs > 1 else 10000.0, style="interleaved")
 
 
-class Retention(RecurrentLayer):
+class Retention(MatrixStateLayer):
     """Multi-scale retention; ``(B, T, dim)`` in and out, causal.
 
     Args:
@@ -69,45 +69,26 @@ class Retention(RecurrentLayer):
         eps: float = 1e-6,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
-        self.key_dim = whole("key_dim", dim // heads if key_dim is None else key_dim, 1)
-        self.value_dim = whole("value_dim", 2 * dim // heads if value_dim is None else value_dim, 1)
+        self.make_projections(dim, heads, key_dim=key_dim, value_dim=value_dim)
         with plain_tensors():
             self.slopes = fixed_slopes(retention_slopes(heads) if slopes is None else slopes, heads)
         is_part("rotary", rotary, Rotary, bool)
         if rotary is True and self.key_dim % 2:
             raise ValueError(f"key_dim: expected an even number of channels to rotate, got {self.key_dim}")
         self.rotary = (retention_rotary(self.key_dim) if rotary else None) if isinstance(rotary, bool) else rotary
-        keys, values = heads * self.key_dim, heads * self.value_dim
-        self.q_proj = nn.Linear(dim, keys, bias=False)
-        self.k_proj = nn.Linear(dim, keys, bias=False)
-        self.v_proj = nn.Linear(dim, values, bias=False)
+        values = heads * self.value_dim
         self.g_proj = nn.Linear(dim, values, bias=False)
         self.norm = GatedRMSNorm(self.value_dim, eps=eps)
         self.o_proj = nn.Linear(values, dim, bias=False)
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"state": (self.heads, self.key_dim, self.value_dim)}
+    def default_value_dim(self) -> int:
+        return 2 * self.dim // self.heads
 
-    def mix_tokens(self, seq: TokenSequence, states: States) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        out, state = self._recur(seq, split_heads(self.v_proj(seq.x), self.heads), states.get("state"))
-        return out, None, {"state": state}
-
-    def project_output(self, x: Tensor, mixed: Tensor, gate_input: Tensor | None) -> Tensor:
-        out: Tensor = self.o_proj(merge_heads(self.norm(mixed, split_heads(self.g_proj(x), self.heads))))
-        return out
-
-    def matrix(self, seq: TokenSequence) -> tuple[Tensor, Tensor]:
-        matrix, _ = self._recur(seq, identity(seq, self.heads), None)
-        return matrix, split_heads(self.v_proj(seq.x), self.heads)
-
-    def _recur(self, seq: TokenSequence, v: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = seq.x
-        q, k = (split_heads(widened(proj(x)), self.heads) for proj in (self.q_proj, self.k_proj))
+    def inputs(self, seq: TokenSequence, states: States) -> MatrixInputs:
+        q, k, v = self.head_inputs(seq.x)
         if self.rotary is not None:
-            q, k = self.rotary(q, seq.positions), self.rotary(k, seq.positions)
-        decay = Decay(-torch.tensor(self.slopes, dtype=compute_dtype(x), device=x.device))
-        return seq.recur(q, k, v, decay, state)
+            q, k = (self.rotary(widened(part), seq.positions) for part in (q, k))
+        return MatrixInputs(q, k, v, constant_decay(self.slopes, seq.x))
 
 
 records = (
@@ -116,8 +97,5 @@ records = (
         summary="linear attention with rotary positions and a fixed decay per head",
         source="Sun et al. 2023, arXiv:2307.08621",
         build=lambda dim, heads: Retention(dim, heads),
-        causal=True,
-        kind="recurrent",
-        counts_slots=False,
     ),
 )

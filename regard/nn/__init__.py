@@ -1,10 +1,14 @@
-"""The layers, and the parts that they are built from."""
+"""The layers, and the parts that they are built from.
+
+Written by `make docs` from the `__all__` of the catalogue's files: edit those, or tools/make_docs.py.
+"""
 
 from regard.mixers.delta_net import DeltaNet
 from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.gla import GatedLinearAttention, GLADecay
 from regard.mixers.griffin import GriffinRecurrent
+from regard.mixers.gsa import GatedSlotAttention
 from regard.mixers.hgrn import HGRN, ForgetBounds
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
@@ -14,6 +18,7 @@ from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.retention import Retention
+from regard.mixers.rwkv6 import RWKV6
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
 from regard.nn.convert import from_torch
 
@@ -26,6 +31,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedRMSNorm",
+    "GatedSlotAttention",
     "GriffinRecurrent",
     "HGRN",
     "KDAGates",
@@ -42,6 +48,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "Projections",
     "RMSNorm",
+    "RWKV6",
     "RelativePositionBias",
     "Retention",
     "Scores",

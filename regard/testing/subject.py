@@ -75,16 +75,9 @@ class Subject:
     @classmethod
     def of(cls, record: Record, dim: int = 16, heads: int = 4) -> Subject:
         """A catalogue record as a subject."""
-        return cls(
-            record.name,
-            lambda: record.build(dim, heads),
-            dim,
-            causal=record.causal,
-            cached=record.cached,
-            counts_slots=record.counts_slots,
-            context=record.context,
-            off_kernels=record.off_kernels,
-        )
+        promises = dataclasses.asdict(record.traits)
+        del promises["kind"]
+        return cls(record.name, lambda: record.build(dim, heads), dim, **promises)
 
     def at(self, dtype: torch.dtype) -> Subject:
         """The same subject in another dtype."""

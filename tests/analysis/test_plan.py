@@ -13,20 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard.analysis import Setting, estimate
 from regard.analysis.alternatives import HYBRID, OWN
-from regard.analysis.costs import (
-    attention_macs,
-    causal_pairs,
-    experts_touched,
-    footprint,
-    matrix_macs,
-    prefill_macs,
-    step_macs,
-    tokens_like,
-    window_of,
-)
+from regard.analysis.costs import experts_touched, footprint, matrix_macs, prefill_macs, step_macs, tokens_like
 from regard.analysis.layer_names import mixer_label
 from regard.errors import CheckpointError
 from regard.masks import Causal, Window
+from regard.mixers.costs import attention_macs, causal_pairs, window_of
 from regard.mixers.griffin import BlockDiagonal
 from regard.mixers.parts import ShortConv
 from regard.models import Decoder, MixtureOfExperts, experts
@@ -420,20 +411,20 @@ def test_layers_whose_costs_are_not_known_are_refused():
         step_macs(nn.Linear(2, 2), 1)
     with pytest.raises(TypeError, match="init_cache"):
         footprint(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="one state"):
-        prefill_macs(_Two(), 1)
+    with pytest.raises(TypeError, match="up to three axes"):
+        prefill_macs(_Deep(), 1)
     with pytest.raises(TypeError, match="Decoder"):
         estimate(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="router"):
         matrix_macs(MixtureOfExperts(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
-class _Two(regard.nn.Mamba):
+class _Deep(regard.nn.Mamba):
     def __init__(self):
         super().__init__(8)
 
     def state_shapes(self):
-        return {"a": (2,), "b": (3,)}
+        return {"a": (2, 3, 4, 5)}
 
 
 @pytest.mark.parametrize(

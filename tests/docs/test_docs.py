@@ -25,6 +25,12 @@ def test_a_block_is_replaced_between_its_markers(monkeypatch):
     assert make_docs.filled(new) == new
 
 
+def test_what_a_mechanism_names_in_all_is_exported_but_its_records():
+    text = make_docs.layers(("gla", "retention"))
+    assert "from regard.mixers.gla import GatedLinearAttention, GLADecay\n" in text
+    assert '    "Retention",\n' in text and "records" not in text.replace("their records", "")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

@@ -9,6 +9,7 @@ a case's configuration and the names of its tensors: no shape, option or value o
 from collections.abc import Callable
 
 from golden_adapters import (
+    composed,
     delta_layers,
     kernel_linear,
     latent,
@@ -39,6 +40,7 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     ),
     # their attention layers stand among the modules
     **{name: either(ssm.paths, modules.ADAPTERS[name]) for name in ("bamba", "jamba")},
+    **composed.ADAPTERS,
     **delta_layers.ADAPTERS,
     **kernel_linear.ADAPTERS,
     **latent.ADAPTERS,

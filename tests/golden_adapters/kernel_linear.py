@@ -15,7 +15,7 @@ from torch import Tensor
 import regard
 from golden_adapters.case import Case, Paths, Peer
 from regard.feature_maps import EluPlusOne, FeatureMap, Quadratic, Taylor, positive_features
-from regard.mixers.kernel_linear import divided, read, with_ones, written
+from regard.mixers.kernel_sums import divided, read, with_ones, written
 from regard.nn import LinearAttention, LinearCrossAttention
 
 Outputs = dict[str, Tensor]

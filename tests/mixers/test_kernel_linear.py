@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard.feature_maps import EluPlusOne, FeatureMap, Quadratic, Rebased, Taylor, positive_features, symmetric_square
 from regard.masks import Causal, Window
-from regard.mixers.kernel_linear import divided, read, with_ones, written
+from regard.mixers.kernel_sums import divided, read, with_ones, written
 from regard.nn import DeltaNet, LinearAttention, LinearCrossAttention
 
 DIM, HEADS = 12, 4

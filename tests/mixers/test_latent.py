@@ -11,12 +11,10 @@ from oracles import latent as oracle
 
 import regard
 from regard import backends
-from regard.catalog import RECORDS, find
 from regard.errors import CacheFull
 from regard.masks import Causal, Window
 from regard.nn import LatentProjections, LatentSizes, MultiHeadAttention, MultiHeadLatentAttention, Scores
 from regard.positions import Rotary, YarnScaling
-from regard.testing import Subject
 
 DIM, HEADS = 12, 4
 WIDE = torch.float64
@@ -77,17 +75,6 @@ def test_the_oracle(name):
         for row in range(2):
             want = oracle.layer(x[row].numpy(), weights, HEADS, turn=TURNS.get(name), **sizes)
             close(got[row], torch.from_numpy(want))
-
-
-@pytest.mark.parametrize("name", [record.name for record in RECORDS if record.kind == "latent"])
-@torch.no_grad()
-def test_the_catalogue_s_layers_equal_the_formula(name):
-    subject = Subject.of(find(name))
-    layer, x = subject.layer(), subject.tokens(1, 7)
-    weights = {key: value.numpy() for key, value in layer.state_dict().items()}
-    s, turn = layer.sizes, None if layer.rotary is None else layer.rotary.style
-    want = oracle.layer(x[0].numpy(), weights, layer.heads, rank=s.rank, nope=s.nope_dim, rope=s.rope_dim, turn=turn)
-    close(layer(x)[0], torch.from_numpy(want))
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from regard.errors import CacheError, CacheFull, CheckpointError
 from regard.masks import Causal
 from regard.mixers.parts import ShortConv
-from regard.mixers.recurrent import TokenSequence
+from regard.mixers.sequence import TokenSequence
 from regard.models import (
     Decoder,
     Embedding,

@@ -71,3 +71,17 @@ def kernel_attention(
             else:
                 mixed[t, head] = row / math.sqrt(float(np.mean(row * row)) + 1e-6) * weights["norm.weight"]
     return mixed.reshape(len(x), -1) @ weights["o_proj.weight"].T
+
+
+def alone(**options):
+    return lambda x, w, heads, context=None: kernel_attention(x, w, heads, heads, context=context, **options)
+
+
+ORACLES = {
+    "linear": alone(),
+    "linear_bidirectional": alone(causal=False),
+    "linear_cross": alone(causal=False),
+    "linear_unnormalised": alone(eps=None),
+    "based": alone(kernel=taylor, eps=1e-12),
+    "rebased": alone(kernel=parabola, eps=1e-12),
+}

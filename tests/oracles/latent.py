@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -74,3 +76,11 @@ def layer(
             mixed.append(head)
         out[t] = project("o_proj", np.concatenate(mixed))
     return out
+
+
+SIZES = {"rank": 8, "nope": 4, "rope": 2}  # of tokens 16 wide and four heads
+ORACLES: dict[str, Callable[..., np.ndarray]] = {
+    "mla": partial(layer, **SIZES, turn="interleaved"),
+    "mla_nope": partial(layer, **SIZES),
+    "mla_gated": partial(layer, **SIZES),
+}

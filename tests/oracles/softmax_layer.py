@@ -77,3 +77,30 @@ def layer(
             row = row / (1.0 + np.exp(-project("gate_proj", x[i])))
         out[i] = project("o_proj", row)
     return out
+
+
+def past(i: int, j: int) -> bool:
+    return j <= i
+
+
+def four_latest(i: int, j: int) -> bool:
+    return 0 <= i - j < 4
+
+
+def fading(h: int, i: int, j: int) -> float:
+    return -(2.0 ** (-2 * (h + 1))) * (i - j)  # ALiBi of four heads
+
+
+ORACLES: dict[str, Callable[..., np.ndarray]] = {
+    "mha": lambda x, w, heads: layer(x, w, heads, heads, allowed=past),
+    "mqa": lambda x, w, heads: layer(x, w, heads, 1, allowed=past),
+    "gqa": lambda x, w, heads: layer(x, w, heads, heads // 2, allowed=past),
+    "window": lambda x, w, heads: layer(x, w, heads, heads, allowed=four_latest),
+    "griffin_attention": lambda x, w, heads: layer(x, w, heads, 1, allowed=four_latest, turned=2),
+    "alibi": lambda x, w, heads: layer(x, w, heads, heads, allowed=past, rotary=False, bias=fading),
+    "sink": lambda x, w, heads: layer(x, w, heads, heads, allowed=past),
+    "softcap": lambda x, w, heads: layer(x, w, heads, heads, allowed=past, softcap=5.0),
+    "gated": lambda x, w, heads: layer(x, w, heads, heads, allowed=past),
+    "encoder": lambda x, w, heads: layer(x, w, heads, heads, rotary=False),
+    "cross": lambda x, w, heads, context: layer(x, w, heads, heads, rotary=False, context=context),
+}

@@ -6,6 +6,7 @@ Each takes one sequence (T, dim), the layer's weights by name, and numbers that 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -173,3 +174,24 @@ def gla(
             parts.append(rms(mixed, eps) * weights["norm.weight"])
         out[i] = linear(weights, "o_proj", np.concatenate(parts) * silu(linear(weights, "g_proj", row)))
     return out
+
+
+# ---- the catalogue's layers ------------------------------------------------------------------------------------------
+
+
+def delta(groups: int = 1, **given):
+    return lambda x, w, heads: delta_layer(x, w, heads, heads // groups, **given)
+
+
+ORACLES = {
+    "deltanet": delta(kind="deltanet", gate=None),
+    "deltanet_negative": delta(kind="deltanet", beta_max=2.0),
+    "gated_deltanet": delta(groups=2, kind="gated_deltanet"),
+    "kda": delta(kind="kda", gate="sigmoid"),
+    "kda_bounded": delta(kind="kda", low=-5.0, gate="sigmoid"),
+    "lightning": lambda x, w, heads: lightning(x, w, [2.0 ** (-8 * (h + 1) / heads) for h in range(heads)]),
+    "retention": retention,
+    "gla": gla,
+    "gla_bidirectional": partial(gla, bidirectional=True),
+    "simple_gla": gla,
+}

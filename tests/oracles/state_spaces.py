@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -176,3 +176,25 @@ def damped_ema(tokens: np.ndarray, weights: Weights, both_ways: bool = False) ->
                 y = y + kernel(slice(dim, None), s - t) * tokens[s]
         out[t] = silu(y)
     return out
+
+
+# ---- the catalogue's layers ------------------------------------------------------------------------------------------
+
+
+def hgrn_second_of_two(tokens: np.ndarray, weights: Weights) -> np.ndarray:
+    """The bound of layer i is the sum of the softmax over layers, from the second up to i."""
+    raised = np.exp(weights["low.table.weight"])
+    return hgrn(tokens, weights, raised[1] / raised.sum(0))
+
+
+ORACLES: dict[str, Callable[..., np.ndarray]] = {
+    "ema": lambda x, w, heads: ema(x, w),
+    "mega_ema": lambda x, w, heads: damped_ema(x, w),
+    "mega_ema_bidirectional": lambda x, w, heads: damped_ema(x, w, both_ways=True),
+    "rglru": lambda x, w, heads: griffin(x, w),
+    "hgrn": lambda x, w, heads: hgrn_second_of_two(x, w),
+    "mamba": lambda x, w, heads: mamba(x, w, 16, 1),
+    "jamba": lambda x, w, heads: mamba(x, w, 16, 1),
+    "mamba2": lambda x, w, heads: mamba2(x, w, heads, 2 * x.shape[1] // heads, 128, 1),
+    "mamba2_bidirectional": lambda x, w, heads: mamba2(x, w, heads, 2 * x.shape[1] // heads, 128, 1, both_ways=True),
+}

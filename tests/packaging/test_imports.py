@@ -63,6 +63,7 @@ def test_the_check_finds_what_it_should(tmp_path, file, line, words):
         path.write_text("")
         (path.parent / "__init__.py").write_text("")
     (package / "mixers" / "parts.py").write_text("")
+    (package / "mixers" / "softmax.py").write_text("records = ()\n")
     for name in ("chunked", "sdpa"):
         (package / "backends" / f"{name}.py").write_text("from . import reference\ndef reject(call): pass\n")
     allowed = (

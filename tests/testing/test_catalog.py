@@ -1,14 +1,17 @@
-"""The contract, run on every record of the catalogue in every dtype."""
+"""The catalogue: it lists every mechanism, each has its formula, and keeps the contract in every dtype."""
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from oracles import oracles
 
 from regard.backends.native import library
-from regard.catalog import RECORDS
+from regard.catalog import MECHANISMS, RECORDS
 from regard.testing import CHECKS, DTYPES, Subject
 
 SUBJECTS = [(record, dtype, Subject.of(record).at(dtype)) for record in RECORDS for dtype in DTYPES]
@@ -23,6 +26,46 @@ CASES = [
     for check in CHECKS
     if check.skip(subject) is None
 ]
+
+
+MIXERS = Path(__file__).parent.parent / "regard" / "mixers"
+FORMULAS = oracles()
+
+
+def test_every_file_with_records_is_in_the_catalogue():
+    found = [path.stem for path in MIXERS.glob("*.py") if "\nrecords = " in path.read_text(encoding="utf-8")]
+    missing = sorted(set(found) - set(MECHANISMS))
+    assert not missing, f"regard/catalog.py: MECHANISMS lacks {missing}"
+    assert len({record.name for record in RECORDS}) == len(RECORDS), "two records have one name"
+
+
+def test_every_formula_is_of_a_record():
+    assert not set(FORMULAS) - {record.name for record in RECORDS}
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
+@torch.no_grad()
+def test_every_mechanism_is_the_formula_of_its_oracle(record):
+    if record.name not in FORMULAS:
+        file = record.build.__module__.rpartition(".")[2]
+        pytest.fail(f"write tests/oracles/{file}.py, with ORACLES = {{{record.name!r}: formula}}: see tests/oracles")
+    subject = Subject.of(record)
+    layer, x = subject.layer(), subject.tokens(2, 7)
+    weights = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    context = subject.context_for(layer, x)
+    got = layer(x, **context)
+    for row in range(2):
+        given = {name: value[row].numpy() for name, value in context.items()}
+        want = torch.from_numpy(FORMULAS[record.name](x[row].numpy(), weights, 4, **given))
+        torch.testing.assert_close(got[row], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "oracles").glob("*.py")), ids=lambda path: path.stem)
+def test_oracles_import_nothing_from_the_library(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        module = getattr(node, "module", None) or ""
+        assert not any(name.partition(".")[0] == "regard" for name in (module, *names)), f"line {node.lineno}"
 
 
 @pytest.mark.parametrize(("subject", "check"), CASES)

@@ -17,7 +17,7 @@ from regard.errors import CheckpointError
 from regard.models.files import Asked, SafetensorsSource, Source, is_file, is_folder, path_of, read_json
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
-from regard.models.tables import Derived, Row, listed, part_of, parts_of, whole_name
+from regard.models.tables import ComputedTensor, Row, listed, part_of, parts_of, whole_name
 from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
 
 __all__ = ["load", "save"]
@@ -235,9 +235,9 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     tied = [name for name in plan.tied if name in stored]
     names = {plan.tied[0]: tied[0]} if tied else {}
     wanted = {row.stored for row in plan.rows}
-    derived = {entry.stored: entry for entry in plan.derived if entry.stored in stored}
+    computed = {entry.stored: entry for entry in plan.computed if entry.stored in stored}
     missing = sorted(name for name in wanted if names.get(name, name) not in stored)
-    known = wanted | set(tied) | set(derived)
+    known = wanted | set(tied) | set(computed)
     unused = sorted(
         name for name in stored if name not in known and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
     )
@@ -258,7 +258,7 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
             ("tensors of another shape", shapes),
             (f"tensors of numbers that no parameter has (accepted: {_DTYPE_NAMES})", foreign),
             ("tied by the options (tie_word_embeddings) but different in the file", different),
-            ("not as the options say", [] if foreign else _contrary(derived, source)),
+            ("not as the options say", [] if foreign else _contrary(computed, source)),
         )
         if keys
     ]
@@ -267,10 +267,10 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     return names
 
 
-def _contrary(derived: Mapping[str, Derived], source: Source) -> list[str]:
+def _contrary(computed: Mapping[str, ComputedTensor], source: Source) -> list[str]:
     """The tensors that should follow from the options and do not, beyond rounding."""
     found = []
-    for name, entry in sorted(derived.items()):
+    for name, entry in sorted(computed.items()):
         given = source.read_once(name)
         near = 8 * torch.finfo(given.dtype).eps
         if given.shape != entry.shape or not torch.allclose(

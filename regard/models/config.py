@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,7 @@ UNSIZED = frozenset(
         "full_attention_interval",
         "layer_group_size",
         "max_position_embeddings",
+        "max_window_layers",
         "n_group",
         "num_expert_group",
         "num_experts_per_tok",
@@ -142,7 +143,7 @@ class Config:
 
     ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts, by what
     the file's tensors can fill where there are some, so that no loop runs, and no table is formed, for a number that
-    only a file made up.
+    only a file made up. ``holds`` tells which tensors the file has; without it, none.
 
     >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
     >>> c.count("num_attention_heads", 8)
@@ -159,8 +160,10 @@ class Config:
         source: str,
         synonyms: Mapping[str, str] | None = None,
         most: Mapping[str, int] | None = None,
+        holds: Callable[[str], bool] | None = None,
     ) -> None:
         self.source = source
+        self._holds = holds
         self.most = most or {}
         self.values: dict[str, Any] = {}
         self._read: set[str] = set()
@@ -171,6 +174,10 @@ class Config:
                 raise CheckpointError(f"{source}: {name}={value!r} contradicts {proper}={self.values[proper]!r}")
             self.values[proper] = value
             self._spelled[proper] = name
+
+    def holds(self, name: str) -> bool:
+        """Whether the file has a tensor of that name, for a part that is there or not without an option saying so."""
+        return self._holds is not None and self._holds(name)
 
     def error(self, name: str, value: object, accepted: str) -> CheckpointError:
         """A refusal of one option that names it, what came and what is accepted."""

@@ -15,8 +15,9 @@ from regard.models.gguf_split import SplitGGUF, open_gguf
 from regard.models.gguf_tokens import named_ids
 from regard.models.layouts import LAYOUTS, Plan
 from regard.models.layouts.base import bounds
+from regard.models.layouts.shared.rows import FF, MIXER, kinds, module_rows
 from regard.models.model import Origin
-from regard.models.tables import RotaryPermuted, Row, expand, same
+from regard.models.tables import RotaryPermuted, Row, per_layer
 from regard.models.tokenizer import Tokenizer
 
 __all__ = ["GGUFSource", "read_gguf"]
@@ -109,23 +110,19 @@ def _config(source: Opened, architecture: str) -> dict[str, Any]:
 
 def _rows(config: Mapping[str, Any]) -> list[Row]:
     """The names of a GGUF Llama. Rows of query and key projections lie in the order of interleaved rotary pairs."""
-    plain = {"attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj"}
-    permuted = {"attn_q": ("mixer.q_proj", "num_attention_heads"), "attn_k": ("mixer.k_proj", "num_key_value_heads")}
-    mlp = {"ffn_gate": "ff.gate_proj", "ffn_up": "ff.up_proj", "ffn_down": "ff.down_proj"}
-    attention_kinds = ("weight", "bias") if config["attention_bias"] else ("weight",)
-    mlp_kinds = ("weight", "bias") if config["mlp_bias"] else ("weight",)
+    attention, mlp = kinds(config["attention_bias"]), kinds(config["mlp_bias"])
+    permuted = {"attn_q": ("q_proj", "num_attention_heads"), "attn_k": ("k_proj", "num_key_value_heads")}
     rows = [
-        Row(f"blk.{{i}}.{stored}.{kind}", (f"layers.{{i}}.{own}.{kind}",), RotaryPermuted(config[heads]))
+        Row(f"blk.{{i}}.{stored}.{kind}", (f"{MIXER}.{own}.{kind}",), RotaryPermuted(config[heads]))
         for stored, (own, heads) in permuted.items()
-        for kind in attention_kinds
+        for kind in attention
     ]
-    rows += same({f"blk.{{i}}.{s}.{k}": f"layers.{{i}}.{o}.{k}" for s, o in plain.items() for k in attention_kinds})
-    rows += same({f"blk.{{i}}.{s}.{k}": f"layers.{{i}}.{o}.{k}" for s, o in mlp.items() for k in mlp_kinds})
-    norms = {"attn_norm": "mixer_norm", "ffn_norm": "ff_norm"}
-    rows += same({f"blk.{{i}}.{s}.weight": f"layers.{{i}}.{o}.weight" for s, o in norms.items()})
-    ends = {"token_embd.weight": "embedding.tokens.weight", "output_norm.weight": "norm.weight"}
-    ends |= {} if config["tie_word_embeddings"] else {"output.weight": "head.weight"}
-    return same(ends) + [row for i in range(config["num_hidden_layers"]) for row in expand(rows, i)]
+    rows += module_rows({"blk.{i}.attn_v": f"{MIXER}.v_proj", "blk.{i}.attn_output": f"{MIXER}.o_proj"}, attention)
+    rows += module_rows({f"blk.{{i}}.ffn_{name}": f"{FF}.{name}_proj" for name in ("gate", "up", "down")}, mlp)
+    rows += module_rows({"blk.{i}.attn_norm": "layers.{i}.mixer_norm", "blk.{i}.ffn_norm": "layers.{i}.ff_norm"})
+    ends = {"token_embd": "embedding.tokens", "output_norm": "norm"}
+    ends |= {} if config["tie_word_embeddings"] else {"output": "head"}
+    return module_rows(ends) + [row for i in range(config["num_hidden_layers"]) for row in per_layer(rows, i)]
 
 
 def _extras(config: Mapping[str, Any], metadata: Mapping[str, Any], tokenizer: Tokenizer | str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "Bundles",
-    "Derived",
+    "ComputedTensor",
     "FusedQKV",
     "Ignored",
     "Reshape",
@@ -26,12 +26,12 @@ __all__ = [
     "Squeezed",
     "Transposed",
     "Viewed",
-    "expand",
-    "fused",
+    "fused_rows",
     "listed",
+    "one_to_one",
     "part_of",
     "parts_of",
-    "same",
+    "per_layer",
     "whole_name",
 ]
 
@@ -181,7 +181,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Derived:
+class ComputedTensor:
     """A tensor that follows from the options, and is no parameter: one that is read must be of `shape` and as
     ``make()`` says; it is written all the same, for other software reads it.
     """
@@ -199,17 +199,17 @@ class Ignored:
     reason: str
 
 
-def same(names: dict[str, str]) -> list[Row]:
+def one_to_one(names: dict[str, str]) -> list[Row]:
     """One row a pair ``file: model``."""
     return [Row(stored, (own,)) for stored, own in names.items()]
 
 
-def fused(stored: str, own: str, kinds: Iterable[str], reshape: Reshape) -> list[Row]:
+def fused_rows(stored: str, own: str, kinds: Iterable[str], reshape: Reshape) -> list[Row]:
     """Rows for a fused projection: ``own`` with ``*`` for q, k and v, and one row a kind (``weight``, ``bias``)."""
     return [Row(f"{stored}.{k}", tuple(f"{own}.{k}".replace("*", c) for c in "qkv"), reshape) for k in kinds]
 
 
-def expand(rows: Iterable[Row], layer: int) -> list[Row]:
+def per_layer(rows: Iterable[Row], layer: int) -> list[Row]:
     """The rows with ``{i}`` replaced by a layer's number."""
     return [
         Row(r.stored.replace("{i}", str(layer)), tuple(o.replace("{i}", str(layer)) for o in r.own), r.reshape)

@@ -42,7 +42,7 @@ def write_folder(model: Model, folder: str | Path) -> None:
         for row in plan.rows
     }
     dtype = next(iter(own.values())).dtype
-    tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.derived}
+    tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.computed}
     texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
     with replacing(folder) as place:
         copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}

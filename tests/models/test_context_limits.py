@@ -11,8 +11,8 @@ import torch
 from regard.masks import Causal
 from regard.mixers.latent import LatentSizes
 from regard.models import generate, load
-from regard.models.layouts.latent import interleaved
-from regard.models.layouts.rotary import RotaryWithinContext
+from regard.models.layouts.shared.latent import interleaved
+from regard.models.layouts.shared.rotary import RotaryWithinContext
 from regard.nn import MultiHeadAttention, MultiHeadLatentAttention, Retention
 from regard.positions import LearnedPositions, Rotary
 

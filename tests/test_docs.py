@@ -29,3 +29,11 @@ def test_a_block_is_replaced_between_its_markers(monkeypatch):
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_page_on_checkpoints_names_every_family():
+    from regard.models import LAYOUTS
+
+    named = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8"), re.MULTILINE)
+    found = [name for cell in named for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(found) == sorted([*LAYOUTS, "model_type"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from regard.errors import CheckpointError
 
-__all__ = ["Config", "naming"]
+__all__ = ["Config", "is_finite", "naming"]
 
 # Options that describe the file, its training or its use, never what a forward pass in evaluation computes.
 INERT = frozenset(
@@ -120,7 +120,7 @@ def naming(source: str) -> Iterator[None]:
         raise CheckpointError(f"{source}: its options cannot be used ({type(e).__name__}: {said})") from e
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Whether a value of an option is a finite number, in float32 too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -204,14 +204,14 @@ class Config:
     def number(self, name: str, default: float, *, least: float = -math.inf) -> float:
         """A finite number of at least ``least``; ``null`` counts as absent."""
         value = self._or_default(name, default)
-        if not _is_finite(value) or value < least:
+        if not is_finite(value) or value < least:
             raise self.error(name, value, "a finite number" + ("" if least == -math.inf else f" of {least:g} or more"))
         return float(value)
 
     def amount(self, name: str, default: float) -> float:
         """A finite number above 0; ``null`` counts as absent."""
         value = self._or_default(name, default)
-        if not _is_finite(value) or value <= 0:
+        if not is_finite(value) or value <= 0:
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -220,7 +220,7 @@ class Config:
         value = self.get(name, default)
         if value is None:
             return None
-        if not _is_finite(value) or value <= 0:
+        if not is_finite(value) or value <= 0:
             raise self.error(name, value, "a positive number, or null for none")
         return float(value)
 

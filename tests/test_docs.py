@@ -34,6 +34,7 @@ def test_links_between_pages_lead_somewhere(page):
 def test_the_page_on_checkpoints_names_every_family():
     from regard.models import LAYOUTS
 
-    named = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
     found = [name for cell in named for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(found) == sorted([*LAYOUTS, "model_type"])

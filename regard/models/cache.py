@@ -66,7 +66,7 @@ class ModelCache:
         return sum(c.nbytes for c in self.layers)
 
     def room_for(self, tokens: int) -> None:
-        """Raises :class:`~regard.errors.CacheFull`, before anything changes, where ``tokens`` more a row do not fit."""
+        """Raises CacheFull, before anything changes, where ``tokens`` more a row do not fit."""
         for c in self.layers:
             c.room_for(tokens)
 

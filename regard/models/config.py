@@ -107,7 +107,7 @@ UNSIZED = frozenset(
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Turns whatever unfit options raise inside into a :class:`CheckpointError` that names their file.
+    """Turns whatever options that do not fit together raise inside into a CheckpointError that names their file.
 
     A net under the checks of single options: values that are fine one by one may not fit together, or not fit a tensor.
     """
@@ -137,7 +137,7 @@ def _is_off(name: str, value: object) -> bool:
 class Config:
     """The options of one checkpoint, as a layout reads them.
 
-    Reading marks an option as understood. :meth:`close` then refuses every option that was neither read nor is known to
+    Reading marks an option as understood. `close` then refuses every option that was neither read nor is known to
     be without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the
     result is never passed over in silence.
 
@@ -179,10 +179,10 @@ class Config:
         """Whether the file has a tensor of that name, for a part that is there or not without an option saying so."""
         return self._holds is not None and self._holds(name)
 
-    def error(self, name: str, value: object, accepted: str) -> CheckpointError:
-        """A refusal of one option that names it, what came and what is accepted."""
+    def error(self, name: str, value: object, expected: str) -> CheckpointError:
+        """A refusal of one option that names it, what is expected and what came."""
         spelled = self._spelled.get(name, name)
-        return CheckpointError(f"{self.source}: {spelled}={value!r} is not supported; accepted: {accepted}")
+        return CheckpointError(f"{self.source}: {spelled}: expected {expected}, got {value!r}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value, ``null`` included; ``default`` only where the option is absent."""

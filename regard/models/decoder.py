@@ -74,7 +74,7 @@ class Decoder(Model):
             positions: ``(B, T)``, default the running count of kept tokens, the cache's included, from 0 in each
                 segment.
             segments: ``(B, T)``, non-decreasing: documents packed into one row do not see each other.
-            cache: from :meth:`init_cache`; the call continues it and appends its tokens.
+            cache: from `init_cache`; the call continues it and appends its tokens.
             last_only: compute only the last token's logits, ``(B, 1, vocabulary)``.
 
         Raises:
@@ -98,7 +98,7 @@ class Decoder(Model):
         segments: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are :meth:`forward`'s."""
+        """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are those of `forward`."""
         batch, tokens = check_ids(ids)
         if cache is None:
             layout = resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)

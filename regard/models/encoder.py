@@ -33,7 +33,7 @@ class Encoder(Model):
         embedding: ids, positions and token types to ``(B, T, dim)``.
         layers: one factory a layer, called with the layer's number.
         norm: the last norm, or ``None``.
-        pooler: from the last hidden state to one vector a row, or ``None``; see :meth:`pool`.
+        pooler: from the last hidden state to one vector a row, or ``None``; see `pool`.
     """
 
     def __init__(
@@ -83,6 +83,6 @@ class Encoder(Model):
             ValueError: where the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError("this encoder has no pooler; accepted: an encoder that was built or loaded with one")
+            raise ValueError("pooler: expected an encoder that was built or loaded with one, got none")
         out: Tensor = self.pooler(hidden)
         return out

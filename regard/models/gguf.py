@@ -31,7 +31,7 @@ def read_gguf(path: Path) -> tuple[Opened, Origin, Plan]:
 
     Raises:
         CheckpointError: for another architecture, an option that is not known, and all that
-            :func:`~regard.models.gguf_split.open_gguf` refuses.
+            `open_gguf` refuses.
     """
     with naming(str(path)):
         return _read(open_gguf(path), path)
@@ -41,12 +41,12 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
     metadata = source.metadata
     content = metadata.get("general.type", "model")
     if content != "model":
-        raise CheckpointError(f"{path}: general.type={content!r}; accepted: model, a whole one")
+        raise CheckpointError(f"{path}: general.type: expected model, got {content!r}")
     if (adapter := metadata.get("adapter.type")) is not None:
-        raise CheckpointError(f"{path}: adapter.type={adapter!r}; accepted: a whole model, not an adapter")
+        raise CheckpointError(f"{path}: adapter.type: expected a whole model, not an adapter, got {adapter!r}")
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise CheckpointError(f"{path}: general.architecture={architecture!r}; accepted: llama")
+        raise CheckpointError(f"{path}: general.architecture: expected llama, got {architecture!r}")
     layout = LAYOUTS["llama"]
     starts, ends = named_ids(metadata, source.where)
     config = {**_config(source, architecture), **starts, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}

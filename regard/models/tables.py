@@ -74,13 +74,13 @@ class Transposed:
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A tensor stored with an axis of size 1 that the model's has not, as the kernels of depthwise convolutions."""
+    """A tensor stored with one more axis, of size 1, than in the model, as kernels of depthwise convolutions are."""
 
     axis: int
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
         if stored.shape[self.axis] != 1:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected 1 at axis {self.axis}")
+            raise ValueError(f"shape: expected 1 at axis {self.axis}, got {tuple(stored.shape)}")
         return (stored.squeeze(self.axis),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -90,13 +90,13 @@ class Squeezed:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A tensor stored with other axes than the model's flat one."""
+    """A tensor that is flat in the model and stored in another shape."""
 
     shape: tuple[int, ...]
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
         if tuple(stored.shape) != self.shape:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected {self.shape}")
+            raise ValueError(f"shape: expected {self.shape}, got {tuple(stored.shape)}")
         return (stored.reshape(-1),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ class Bundles:
     def split(self, stored: Tensor) -> Sequence[Tensor]:
         rows = sum(self.sizes)
         if stored.shape[0] != rows * self.groups:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected {rows * self.groups} rows")
+            raise ValueError(f"shape: expected {rows * self.groups} rows, got {tuple(stored.shape)}")
         bundles = stored.view(self.groups, rows, *stored.shape[1:])
         return [part.reshape(-1, *stored.shape[1:]).clone() for part in bundles.split(self.sizes, dim=1)]
 

@@ -26,7 +26,7 @@ def write_folder(model: Model, folder: str | Path) -> None:
     assert model.origin is not None
     origin, folder = model.origin, path_of("folder", folder)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"folder={str(folder)!r} is a file; accepted: a folder, existing or not")
+        raise ValueError(f"folder: expected a folder, existing or not, got the file {str(folder)!r}")
     layout = origin.layout
     own = model.state_dict()
     plan = layout.read(origin.config, "the model's options", lambda name: origin.parts.get(name, True))

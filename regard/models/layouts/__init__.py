@@ -65,5 +65,5 @@ def layout_of(config: Mapping[str, Any], source: str) -> Layout:
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         known = ", ".join(sorted(LAYOUTS))
-        raise CheckpointError(f"{source}: model_type={config.get('model_type')!r}; accepted: {known}")
+        raise CheckpointError(f"{source}: model_type: expected one of {known}, got {config.get('model_type')!r}")
     return layout

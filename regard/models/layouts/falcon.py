@@ -58,7 +58,7 @@ class RoundedAlibi(Bias):
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         if heads != self.head_count():
-            raise ValueError(f"RoundedAlibi.slopes: {self.head_count()} slopes; accepted: {heads}, one a query head")
+            raise ValueError(f"slopes: expected {heads}, one a query head, got {self.head_count()}")
 
     def head_count(self) -> int:
         return self.slopes.shape[0]

@@ -226,7 +226,7 @@ def _checked(rotary: Rotary, where: str) -> Rotary:
     with naming(where), plain_tensors():
         usable = bool(rotary.frequencies().isfinite().all()) and math.isfinite(rotary.attention_factor)
     if not usable:
-        raise CheckpointError(f"{where}: these options give frequencies that are not finite; accepted: finite ones")
+        raise CheckpointError(f"{where}: expected options that give finite frequencies")
     return rotary
 
 

@@ -72,8 +72,8 @@ class ModelCache:
 
     def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> TokenLayout:
         """Where a call's tokens stand after those seen; ``given``: its ``keep``, ``positions`` and ``segments``."""
-        layout: TokenLayout = self.layers[0].resolve_tokens(batch, tokens, device, **given)
-        return layout
+        resolved: TokenLayout = self.layers[0].resolve_tokens(batch, tokens, device, **given)
+        return resolved
 
     def reset(self) -> None:
         """Forgets every token."""

@@ -3,9 +3,9 @@
 The format (versions 2 and 3, little endian): a magic word, counts, metadata as typed key/value pairs, a list of
 tensors, then their aligned data. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-The header is read here, and not by the `gguf` package's ``GGUFReader``, because that cuts texts at the end of a torn file
-short in silence or fails with a bare IndexError, follows any count that a file states, and makes several arrays of each
-entry of a vocabulary; quantisations and their dequantisation are the package's.
+The header is read here, and not by ``GGUFReader`` of the `gguf` package, because on a torn file that fails with errors
+that name neither file nor place (IndexError, ValueError), and it makes several arrays of each entry of a
+vocabulary; dequantising is the package's.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class PreNorm(Block):
 
 
 class NormedResidual(PreNorm):
-    """As `PreNorm`, but added to the normed input: ``n + mixer(n)`` with ``n = norm(x)``, and so again."""
+    """As `PreNorm`, but added to the normed input: ``n + mixer(n)`` with ``n = norm(x)``, then the same with ``ff``."""
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
         x = self.mixer_norm(x)

@@ -194,7 +194,7 @@ def _fill(
 def _dtype_of(model: nn.Module, layout: Layout, dtype: torch.dtype, name: str) -> torch.dtype:
     """The dtype of one tensor: at least float32 for those that the family keeps so, and for every buffer.
 
-    A buffer, which nobody trains by gradients, decides something by its size.
+    A buffer (a router's correction) is compared with other numbers, and rounding could change the outcome.
     """
     parent, _, leaf = name.rpartition(".")
     buffer = leaf in model.get_submodule(parent)._buffers
@@ -210,7 +210,7 @@ def _storage(model: nn.Module, name: str, dtypes: Callable[[str], torch.dtype], 
 
 
 def _output_major(weight: Tensor) -> Tensor:
-    """A tall float32 matrix with its memory running along the outputs.
+    """The same matrix; a tall float32 one with its outputs next to each other in memory.
 
     A CPU's matrix library reads such a matrix about 1.6 times as fast for a single token, and as fast for many.
     """
@@ -223,7 +223,7 @@ def _output_major(weight: Tensor) -> Tensor:
 
 
 def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str, str]:
-    """Raises for every tensor that does not fit; returns under which name the tied table is stored."""
+    """Raises for every tensor that does not fit; returns the name under which the tied table is stored."""
     stored = source.shapes()
     described = [own for row in plan.rows for own in row.own]
     targets = parts_of(model.state_dict(), described)

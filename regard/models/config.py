@@ -78,13 +78,13 @@ INERT = frozenset(
 )
 
 
-# What is on in every model unless an option of this name says no: for those, ``false`` is not "switched off".
+# Options that are on in every model unless a file switches them off: for these, ``false`` changes the result.
 ALWAYS_ON = frozenset({"is_causal", "scale_attn_weights", "use_rope", "use_rotary_embedding"})
 
-_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which models compute
-_MOST = 2**53  # a distance between tokens with which the arithmetic stays exact
-SIZE = "any other size"  # in the bounds of counts: for those that no name bounds
-# Counts that are no size of a tensor: distances between tokens, every how many layers something comes, and choices.
+_LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32, the dtype in which models compute
+_MOST = 2**53  # the greatest count that a float64 holds exactly
+SIZE = "any other size"  # the key, among bounds of counts, for counts without a bound of their own
+# Counts that are not sizes of tensors: distances between tokens, intervals between layers, numbers of choices.
 UNSIZED = frozenset(
     {
         "attention_window_size",
@@ -107,16 +107,16 @@ UNSIZED = frozenset(
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Turns whatever options that do not fit together raise inside into a CheckpointError that names their file.
+    """Turns errors that come of unfit options into a CheckpointError that names their file.
 
-    A net under the checks of single options: values that are fine one by one may not fit together, or not fit a tensor.
+    It backs up the checks of single options: valid ones may still not fit together, or not fit a tensor.
     """
     try:
         yield
     except CheckpointError:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as e:
-        said = next(iter(str(e).splitlines()), "")  # torch may append where in its own code it stood
+        said = next(iter(str(e).splitlines()), "")  # torch may append the place in its own code
         raise CheckpointError(f"{source}: its options cannot be used ({type(e).__name__}: {said})") from e
 
 
@@ -128,7 +128,7 @@ def is_finite(value: object) -> bool:
 
 
 def _is_off(name: str, value: object) -> bool:
-    """Whether an option that nobody knows changes nothing with this value: there is nothing, or it is switched off."""
+    """Whether an unknown option changes nothing with this value: it is null or empty, or it switches something off."""
     if name in ALWAYS_ON:
         return value in (None, True)
     return value in (None, False, [], {}, "")
@@ -225,7 +225,7 @@ class Config:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean; ``null`` counts as false: that is how code takes it which asks ``if config.name``."""
+        """A boolean; ``null`` counts as false, as in code that tests ``if config.name``."""
         value = self.get(name, default)
         value = False if value is None else value
         if not isinstance(value, bool):

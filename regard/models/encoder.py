@@ -1,4 +1,4 @@
-"""One encoder for every family: an embedding, blocks from factories, and what may stand behind them."""
+"""One encoder for every family: an embedding, blocks from factories, and a pooler where there is one."""
 
 from __future__ import annotations
 

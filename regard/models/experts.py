@@ -158,7 +158,7 @@ def down_of_all(inner: Tensor, down_proj: Tensor) -> Tensor:
 
 
 class _Experts(nn.Module):
-    """Experts in stacked tensors; subclasses say what one of them does, and all at once.
+    """Experts in stacked tensors; subclasses compute one of them, and all at once.
 
     Only experts that a token chose are computed, each for its tokens together. Where the choice may not be read (while
     tracing for a compiler, under function transforms, without memory), and where experts are so few and small that

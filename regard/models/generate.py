@@ -287,7 +287,7 @@ class _Run:
                 logits = self.model(ids, keep=keep, cache=cache, last_only=True)
                 logits = logits[:, -1]
                 ended = [row.finish is not None for row in self.rows]
-                if any(ended):  # nobody looks at what such a row would say
+                if any(ended):  # their next tokens are not used
                     logits = logits.masked_fill(torch.tensor(ended, device=device)[:, None], 0.0)
                 ids = choose(logits, step)[:, None]
             keep = None

@@ -67,7 +67,7 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
 
 
 def _config(source: Opened, architecture: str) -> dict[str, Any]:
-    """The options of ``config.json`` that say what the metadata say."""
+    """The metadata as options of a ``config.json``."""
     own = {
         k.removeprefix(f"{architecture}."): v for k, v in source.metadata.items() if k.startswith(f"{architecture}.")
     }
@@ -104,7 +104,7 @@ def _config(source: Opened, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": not source.has("output.weight"),
     }
     c.only("attention.causal", (None, True), "a causal model")
-    c.close({"rope.scaling.finetuned"}, false_is_off=False)  # metadata are written where they say something
+    c.close({"rope.scaling.finetuned"}, false_is_off=False)  # converters write only metadata that mean something
     return config
 
 
@@ -126,7 +126,7 @@ def _rows(config: Mapping[str, Any]) -> list[Row]:
 
 
 def _extras(config: Mapping[str, Any], metadata: Mapping[str, Any], tokenizer: Tokenizer | str) -> dict[str, Any]:
-    """The small files of a folder that say what the metadata say."""
+    """The metadata as the small files of a folder."""
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     extras: dict[str, Any] = {"generation_config.json": {k: v for k, v in generation.items() if v is not None}}
     if isinstance(tokenizer, Tokenizer):

@@ -16,7 +16,7 @@ Prompt = str | Sequence[int] | Tensor
 
 
 def items(name: str, value: object, expected: str) -> tuple[Any, ...]:
-    """What an argument that takes several values holds; refused by its name where it holds none."""
+    """The values of an argument that takes several; ValueError names it where it cannot hold any."""
     if not isinstance(value, Iterable):
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
     return tuple(value)

@@ -71,8 +71,8 @@ class Chooser:
         """Token ids ``(B,)`` from logits ``(B, vocabulary)``; ``step`` is named by the error.
 
         Raises:
-            ValueError: naming a row that holds NaN or infinity, or nothing but -infinity, which a token that cannot
-                come may have.
+            ValueError: naming a row that holds NaN or infinity, or -infinity for every token (a single token may have
+                it, and then never comes).
         """
         _check_logits(logits, step)
         if not self.how.temperature:

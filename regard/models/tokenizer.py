@@ -22,8 +22,8 @@ EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    Whole texts are encoded, always in the same way: cuts to a length, padding, and the random leaving out of merges,
-    which a tokenizer's file may ask for, are switched off. (`to_json` writes them back.)
+    A text is always encoded whole and in the same way: truncation, padding and random merges, which a tokenizer's file
+    may ask for, are switched off. (`to_json` writes them back.)
 
     Args:
         backend: a ``tokenizers.Tokenizer``; where it asks for such a thing, a copy of it is used.

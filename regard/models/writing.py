@@ -1,4 +1,4 @@
-"""Writing a model back as a folder in the Hugging Face layout."""
+"""Writing a model back as a Hugging Face folder."""
 
 from __future__ import annotations
 

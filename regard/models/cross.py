@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from regard.errors import CacheError
 
-__all__ = ["CrossBlock", "CrossCache", "CrossPostNorm", "CrossPreNorm", "context_for"]
+__all__ = ["CrossBlock", "CrossCache", "CrossPostNorm", "CrossPreNorm", "check_context"]
 
 
 class CrossCache:
@@ -114,12 +114,12 @@ class CrossBlock(nn.Module):
     """A layer that mixes its own tokens, one that reads a context, and a feed-forward part; subclasses wire them.
 
     ``(B, T, dim)`` to ``(B, T, dim)``. What a call brings beside ``x`` (``keep``, ``positions``) describes the block's
-    own tokens and goes to `mixer`. The context ``(B, S, context dim)`` and ``context_keep (B, S)``, its real tokens, go
-    to `cross`; with a cache only once, for `cross` keeps there what it made of them.
+    own tokens and goes to `self_mixer`. The context ``(B, S, context dim)`` and ``context_keep (B, S)``, its real
+    tokens, go to `cross_mixer`; with a cache only once, for the cache keeps what was made of them.
 
     Args:
-        mixer: any layer with the common signature.
-        cross: a layer that reads a context: `regard.nn.MultiHeadAttention` or `regard.nn.LinearCrossAttention`.
+        self_mixer: any layer with the common signature.
+        cross_mixer: a layer that reads a context: `regard.nn.MultiHeadAttention` or `regard.nn.LinearCrossAttention`.
         ff: the feed-forward part.
         norms: of the three, in this order.
         dropout: of what each part adds, in training.
@@ -129,16 +129,16 @@ class CrossBlock(nn.Module):
 
     def __init__(
         self,
-        mixer: nn.Module,
-        cross: nn.Module,
+        self_mixer: nn.Module,
+        cross_mixer: nn.Module,
         ff: nn.Module,
         norms: tuple[nn.Module, nn.Module, nn.Module],
         *,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.mixer, self.cross, self.ff = mixer, cross, ff
-        self.mixer_norm, self.cross_norm, self.ff_norm = norms
+        self.self_mixer, self.cross_mixer, self.ff = self_mixer, cross_mixer, ff
+        self.self_norm, self.cross_norm, self.ff_norm = norms
         self.dropout = dropout
 
     def init_cache(
@@ -151,22 +151,22 @@ class CrossBlock(nn.Module):
         device: torch.device | str | None = None,
     ) -> CrossCache:
         """A cache of `capacity` tokens and a context of at most `context` (default as many)."""
-        own = self.mixer.init_cache(batch, capacity, dtype=dtype, device=device)  # type: ignore[operator]
+        own = self.self_mixer.init_cache(batch, capacity, dtype=dtype, device=device)  # type: ignore[operator]
         most = capacity if context is None else context
-        return CrossCache(own, self.cross.init_cache(batch, most, dtype=dtype, device=device))  # type: ignore[operator]
+        return CrossCache(own, self.cross_mixer.init_cache(batch, most, dtype=dtype, device=device))  # type: ignore[operator]
 
     def _mixed(self, x: Tensor, cache: CrossCache | None, call: dict[str, Any]) -> Tensor:
-        return self._drop(self.mixer(x, cache=None if cache is None else cache.own, **call))
+        return self._drop(self.self_mixer(x, cache=None if cache is None else cache.own, **call))
 
     def _crossed(self, x: Tensor, context: Tensor | None, keep: Tensor | None, cache: CrossCache | None) -> Tensor:
-        return self._drop(self.cross(x, context, keep=keep, cache=None if cache is None else cache.context))
+        return self._drop(self.cross_mixer(x, context, keep=keep, cache=None if cache is None else cache.context))
 
     def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout and self.training else y
 
 
 class CrossPreNorm(CrossBlock):
-    """``x + mixer(norm(x))``, then ``x + cross(norm(x), context)``, then ``x + ff(norm(x))``."""
+    """``x + self_mixer(norm(x))``, then ``x + cross_mixer(norm(x), context)``, then ``x + ff(norm(x))``."""
 
     def forward(
         self,
@@ -177,13 +177,16 @@ class CrossPreNorm(CrossBlock):
         cache: CrossCache | None = None,
         **call: Any,
     ) -> Tensor:
-        x = x + self._mixed(self.mixer_norm(x), cache, call)
+        x = x + self._mixed(self.self_norm(x), cache, call)
         x = x + self._crossed(self.cross_norm(x), context, context_keep, cache)
         return x + self._drop(self.ff(self.ff_norm(x)))
 
 
 class CrossPostNorm(CrossBlock):
-    """``norm(x + mixer(x))``, then the same with ``cross`` and ``ff`` (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """``norm(x + self_mixer(x))``, then the same with ``cross_mixer`` and ``ff``.
+
+    Vaswani et al. 2017, arXiv:1706.03762.
+    """
 
     def forward(
         self,
@@ -194,13 +197,13 @@ class CrossPostNorm(CrossBlock):
         cache: CrossCache | None = None,
         **call: Any,
     ) -> Tensor:
-        x = self.mixer_norm(x + self._mixed(x, cache, call))
+        x = self.self_norm(x + self._mixed(x, cache, call))
         x = self.cross_norm(x + self._crossed(x, context, context_keep, cache))
         out: Tensor = self.ff_norm(x + self._drop(self.ff(x)))
         return out
 
 
-def context_for(
+def check_context(
     readers: list[bool], caches: list[Any] | None, context: Tensor | None, keep: Tensor | None, segments: Tensor | None
 ) -> None:
     """Checks, before anything changes, that a stack's call brings a context once, and only where blocks read one.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.models.blocks import Embedding
 from regard.models.cache import ModelCache, check_ids
-from regard.models.cross import context_for
+from regard.models.cross import check_context
 from regard.models.model import Model
 from regard.tokens import TokenLayout, resolve_tokens
 
@@ -118,7 +118,7 @@ class Decoder(Model):
         """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are those of `forward`."""
         batch, tokens = check_ids(ids)
         readers = [bool(getattr(layer, "reads_context", False)) for layer in self.layers]
-        context_for(readers, None if cache is None else cache.layers, context, context_keep, segments)
+        check_context(readers, None if cache is None else cache.layers, context, context_keep, segments)
         given = {"context": context, "context_keep": context_keep}
         call: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
         if cache is None:

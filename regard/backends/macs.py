@@ -1,6 +1,6 @@
 """The closed forms of what operations multiply and add, in multiply-accumulates (two FLOPs each) of tokens meeting.
 
-`regard.mixers.costs` explains them, and layers say which they follow; the native operators tell them to torch's counter.
+`regard.mixers.costs` explains them, and layers say which they follow; the native operators tell torch's counter.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from regard.models.blocks import (
 )
 from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
+from regard.models.cross import CrossBlock, CrossCache, CrossPostNorm, CrossPreNorm
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder, FirstTokenPooler
+from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
@@ -30,9 +32,14 @@ __all__ = [
     "Block",
     "ClampedSwiGLU",
     "Continuation",
+    "CrossBlock",
+    "CrossCache",
+    "CrossPostNorm",
+    "CrossPreNorm",
     "Decoder",
     "Embedding",
     "Encoder",
+    "EncoderDecoder",
     "FirstTokenPooler",
     "GatedExperts",
     "GatedMLP",

@@ -96,8 +96,8 @@ class Places:
             raise self._error(file, key, number, "a token id")
         return number
 
-    def _error(self, file: str, key: str, value: object, accepted: str) -> CheckpointError:
-        return CheckpointError(f"{self._folder}/{file}: {key}={value!r}; accepted: {accepted}")
+    def _error(self, file: str, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder}/{file}: {key}: expected {expected}, got {value!r}")
 
 
 def _is_described(value: object) -> bool:

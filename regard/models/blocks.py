@@ -91,7 +91,7 @@ class PreNorm(Block):
 
 
 class NormedResidual(PreNorm):
-    """As :class:`PreNorm`, but added to the normed input: ``n + mixer(n)`` with ``n = norm(x)``, and so again."""
+    """As `PreNorm`, but added to the normed input: ``n + mixer(n)`` with ``n = norm(x)``, then the same with ``ff``."""
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
         x = self.mixer_norm(x)
@@ -229,7 +229,7 @@ class Embedding(nn.Module):
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
         elif types is not None:
-            raise ValueError("types are given, but this model has no token types; accepted: None")
+            raise ValueError("types: expected None, for this model has no token types, got a tensor")
         if self.places is not None:
             x = x + self.places(positions)
         if self.norm is not None:
@@ -242,7 +242,7 @@ class Embedding(nn.Module):
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= rows:
-            raise ValueError(f"ids lie between {low} and {high}; accepted: 0 to {rows - 1}, the vocabulary") from None
+            raise ValueError(f"ids: expected 0 to {rows - 1}, the vocabulary, got {low} to {high}") from None
 
 
 class Softcap(nn.Module):
@@ -251,7 +251,7 @@ class Softcap(nn.Module):
     def __init__(self, cap: float) -> None:
         super().__init__()
         if not cap > 0:
-            raise ValueError(f"cap={cap}; accepted: a positive number")
+            raise ValueError(f"cap: expected a positive number, got {cap}")
         self.cap = cap
 
     def forward(self, x: Tensor) -> Tensor:

@@ -66,14 +66,14 @@ class ModelCache:
         return sum(c.nbytes for c in self.layers)
 
     def room_for(self, tokens: int) -> None:
-        """Raises :class:`~regard.errors.CacheFull`, before anything changes, where ``tokens`` more a row do not fit."""
+        """Raises CacheFull, before anything changes, where ``tokens`` more a row do not fit."""
         for c in self.layers:
             c.room_for(tokens)
 
     def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> TokenLayout:
         """Where a call's tokens stand after those seen; ``given``: its ``keep``, ``positions`` and ``segments``."""
-        layout: TokenLayout = self.layers[0].resolve_tokens(batch, tokens, device, **given)
-        return layout
+        resolved: TokenLayout = self.layers[0].resolve_tokens(batch, tokens, device, **given)
+        return resolved
 
     def reset(self) -> None:
         """Forgets every token."""

@@ -17,7 +17,7 @@ from regard.errors import CheckpointError
 from regard.models.files import Asked, SafetensorsSource, Source, is_file, is_folder, path_of, read_json
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
-from regard.models.tables import Derived, Row, listed, part_of, parts_of, whole_name
+from regard.models.tables import ComputedTensor, Row, listed, part_of, parts_of, whole_name
 from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
 
 __all__ = ["load", "save"]
@@ -49,8 +49,8 @@ def load(
     Raises:
         FileNotFoundError: where there is no such file or folder.
         CheckpointError: for a damaged file, one that may not be read, an unknown family or option, and for tensors that
-            are missing, unused, misshapen, of numbers that no parameter has (integers, booleans, complex numbers, 8-bit
-            floats), or tied by the options but different in the file; the text lists them.
+            are missing, unused, misshapen, of a dtype that no parameter may have (integers, booleans, complex numbers,
+            8-bit floats), or tied by the options but different in the file; the text lists them.
         TypeError, ValueError: for an argument of a wrong kind, a ``dtype`` that is not one of float16, bfloat16,
             float32, float64, and a ``device`` that torch does not know.
 
@@ -59,14 +59,14 @@ def load(
     torch.Size([1, 3, 97])
     """
     if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype={dtype!r}; accepted: {_DTYPE_NAMES}, or None for the checkpoint's own")
+        raise TypeError(f"dtype: expected {_DTYPE_NAMES}, or None for the checkpoint's own, got {dtype!r}")
     path, device = path_of("path", path), _device(device)
     if is_folder(path):
         return _load_folder(path, dtype, device, progress)
     if not is_file(path):
-        raise FileNotFoundError(f"{path}: no such file or folder; accepted: a folder with config.json, or a .gguf file")
+        raise FileNotFoundError(f"path: expected a folder with config.json, or a .gguf file, got no file: {path}")
     if path.suffix != ".gguf":
-        raise CheckpointError(f"{path}: accepted: a folder with config.json, or a .gguf file")
+        raise CheckpointError(f"path: expected a folder with config.json, or a .gguf file, got {path}")
     from regard.models.gguf import read_gguf
 
     source, origin, plan = read_gguf(path)
@@ -78,13 +78,13 @@ def _device(device: object) -> torch.device:
         try:
             return torch.device(device or "cpu")
         except RuntimeError as e:
-            raise ValueError(f"device={device!r}; accepted: a device that torch knows ({e})") from None
-    raise TypeError(f"device={device!r}; accepted: a torch.device, its name, or None for the CPU")
+            raise ValueError(f"device: expected one that torch knows, got {device!r} ({e})") from None
+    raise TypeError(f"device: expected a torch.device, its name, or None for the CPU, got {device!r}")
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> Model:
     if not is_file(folder / "config.json"):
-        raise CheckpointError(f"{folder}: no config.json; accepted: a folder in the Hugging Face layout")
+        raise CheckpointError(f"path: expected a folder with config.json, got {folder}, which has none")
     config = read_json(folder / "config.json")
     layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
@@ -113,7 +113,7 @@ def _stated_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
         return torch.float32 if largest is None else source.read(largest).dtype
     dtype: torch.dtype | None = getattr(torch, str(stated).removeprefix("torch."), None)
     if dtype is None or dtype not in DTYPES:
-        raise CheckpointError(f"config.json: dtype={stated!r}; accepted: float32, bfloat16, float16 or float64")
+        raise CheckpointError(f"config.json: dtype: expected float32, bfloat16, float16 or float64, got {stated!r}")
     return dtype
 
 
@@ -185,7 +185,7 @@ def _fill(
                 continue
             placed = part.to(device=device, dtype=dtypes(own))
             mapped = source.mapped and placed.data_ptr() == part.data_ptr()
-            _place(model, own, placed if mapped else _laid_out(placed))
+            _place(model, own, placed if mapped else _output_major(placed))
         if progress is not None:
             progress(done + 1, len(plan.rows))
     return model.eval()
@@ -194,7 +194,7 @@ def _fill(
 def _dtype_of(model: nn.Module, layout: Layout, dtype: torch.dtype, name: str) -> torch.dtype:
     """The dtype of one tensor: at least float32 for those that the family keeps so, and for every buffer.
 
-    A buffer, which nobody trains by gradients, decides something by its size.
+    A buffer (a router's correction) is compared with other numbers, and rounding could change the outcome.
     """
     parent, _, leaf = name.rpartition(".")
     buffer = leaf in model.get_submodule(parent)._buffers
@@ -209,8 +209,8 @@ def _storage(model: nn.Module, name: str, dtypes: Callable[[str], torch.dtype], 
     return model.get_parameter(name).data
 
 
-def _laid_out(weight: Tensor) -> Tensor:
-    """A tall float32 matrix with its memory running along the outputs.
+def _output_major(weight: Tensor) -> Tensor:
+    """The same matrix; a tall float32 one with its outputs next to each other in memory.
 
     A CPU's matrix library reads such a matrix about 1.6 times as fast for a single token, and as fast for many.
     """
@@ -223,7 +223,7 @@ def _laid_out(weight: Tensor) -> Tensor:
 
 
 def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str, str]:
-    """Raises for every tensor that does not fit; returns under which name the tied table is stored."""
+    """Raises for every tensor that does not fit; returns the name under which the tied table is stored."""
     stored = source.shapes()
     described = [own for row in plan.rows for own in row.own]
     targets = parts_of(model.state_dict(), described)
@@ -235,9 +235,9 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     tied = [name for name in plan.tied if name in stored]
     names = {plan.tied[0]: tied[0]} if tied else {}
     wanted = {row.stored for row in plan.rows}
-    derived = {entry.stored: entry for entry in plan.derived if entry.stored in stored}
+    computed = {entry.stored: entry for entry in plan.computed if entry.stored in stored}
     missing = sorted(name for name in wanted if names.get(name, name) not in stored)
-    known = wanted | set(tied) | set(derived)
+    known = wanted | set(tied) | set(computed)
     unused = sorted(
         name for name in stored if name not in known and not any(fnmatchcase(name, i.pattern) for i in layout.ignored)
     )
@@ -256,9 +256,9 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
             ("missing tensors", missing),
             ("unused tensors", unused),
             ("tensors of another shape", shapes),
-            (f"tensors of numbers that no parameter has (accepted: {_DTYPE_NAMES})", foreign),
+            (f"tensors of a dtype that no parameter may have (expected {_DTYPE_NAMES})", foreign),
             ("tied by the options (tie_word_embeddings) but different in the file", different),
-            ("not as the options say", [] if foreign else _contrary(derived, source)),
+            ("not as the options say", [] if foreign else _contrary(computed, source)),
         )
         if keys
     ]
@@ -267,10 +267,10 @@ def _check(plan: Plan, model: Model, layout: Layout, source: Source) -> dict[str
     return names
 
 
-def _contrary(derived: Mapping[str, Derived], source: Source) -> list[str]:
+def _contrary(computed: Mapping[str, ComputedTensor], source: Source) -> list[str]:
     """The tensors that should follow from the options and do not, beyond rounding."""
     found = []
-    for name, entry in sorted(derived.items()):
+    for name, entry in sorted(computed.items()):
         given = source.read_once(name)
         near = 8 * torch.finfo(given.dtype).eps
         if given.shape != entry.shape or not torch.allclose(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from regard.errors import CheckpointError
 
-__all__ = ["Config", "naming"]
+__all__ = ["Config", "is_finite", "naming"]
 
 # Options that describe the file, its training or its use, never what a forward pass in evaluation computes.
 INERT = frozenset(
@@ -78,13 +78,13 @@ INERT = frozenset(
 )
 
 
-# What is on in every model unless an option of this name says no: for those, ``false`` is not "switched off".
+# Options that are on in every model unless a file switches them off: for these, ``false`` changes the result.
 ALWAYS_ON = frozenset({"is_causal", "scale_attn_weights", "use_rope", "use_rotary_embedding"})
 
-_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which models compute
-_MOST = 2**53  # a distance between tokens with which the arithmetic stays exact
-SIZE = "any other size"  # in the bounds of counts: for those that no name bounds
-# Counts that are no size of a tensor: distances between tokens, every how many layers something comes, and choices.
+_LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32, the dtype in which models compute
+_MOST = 2**53  # the greatest count that a float64 holds exactly
+SIZE = "any other size"  # the key, among bounds of counts, for counts without a bound of their own
+# Counts that are not sizes of tensors: distances between tokens, intervals between layers, numbers of choices.
 UNSIZED = frozenset(
     {
         "attention_window_size",
@@ -93,6 +93,7 @@ UNSIZED = frozenset(
         "full_attention_interval",
         "layer_group_size",
         "max_position_embeddings",
+        "max_window_layers",
         "n_group",
         "num_expert_group",
         "num_experts_per_tok",
@@ -106,20 +107,20 @@ UNSIZED = frozenset(
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Turns whatever unfit options raise inside into a :class:`CheckpointError` that names their file.
+    """Turns errors that come of unfit options into a CheckpointError that names their file.
 
-    A net under the checks of single options: values that are fine one by one may not fit together, or not fit a tensor.
+    It backs up the checks of single options: valid ones may still not fit together, or not fit a tensor.
     """
     try:
         yield
     except CheckpointError:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError) as e:
-        said = next(iter(str(e).splitlines()), "")  # torch may append where in its own code it stood
+        said = next(iter(str(e).splitlines()), "")  # torch may append the place in its own code
         raise CheckpointError(f"{source}: its options cannot be used ({type(e).__name__}: {said})") from e
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Whether a value of an option is a finite number, in float32 too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -127,7 +128,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _is_off(name: str, value: object) -> bool:
-    """Whether an option that nobody knows changes nothing with this value: there is nothing, or it is switched off."""
+    """Whether an unknown option changes nothing with this value: it is null or empty, or it switches something off."""
     if name in ALWAYS_ON:
         return value in (None, True)
     return value in (None, False, [], {}, "")
@@ -136,13 +137,13 @@ def _is_off(name: str, value: object) -> bool:
 class Config:
     """The options of one checkpoint, as a layout reads them.
 
-    Reading marks an option as understood. :meth:`close` then refuses every option that was neither read nor is known to
+    Reading marks an option as understood. `close` then refuses every option that was neither read nor is known to
     be without influence, unless it is switched off (``None``, ``False``, or empty): an option that would change the
     result is never passed over in silence.
 
     ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts, by what
     the file's tensors can fill where there are some, so that no loop runs, and no table is formed, for a number that
-    only a file made up.
+    only a file made up. ``holds`` tells which tensors the file has; without it, none.
 
     >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
     >>> c.count("num_attention_heads", 8)
@@ -159,8 +160,10 @@ class Config:
         source: str,
         synonyms: Mapping[str, str] | None = None,
         most: Mapping[str, int] | None = None,
+        holds: Callable[[str], bool] | None = None,
     ) -> None:
         self.source = source
+        self._holds = holds
         self.most = most or {}
         self.values: dict[str, Any] = {}
         self._read: set[str] = set()
@@ -172,10 +175,14 @@ class Config:
             self.values[proper] = value
             self._spelled[proper] = name
 
-    def error(self, name: str, value: object, accepted: str) -> CheckpointError:
-        """A refusal of one option that names it, what came and what is accepted."""
+    def holds(self, name: str) -> bool:
+        """Whether the file has a tensor of that name, for a part that is there or not without an option saying so."""
+        return self._holds is not None and self._holds(name)
+
+    def error(self, name: str, value: object, expected: str) -> CheckpointError:
+        """A refusal of one option that names it, what is expected and what came."""
         spelled = self._spelled.get(name, name)
-        return CheckpointError(f"{self.source}: {spelled}={value!r} is not supported; accepted: {accepted}")
+        return CheckpointError(f"{self.source}: {spelled}: expected {expected}, got {value!r}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value, ``null`` included; ``default`` only where the option is absent."""
@@ -197,14 +204,14 @@ class Config:
     def number(self, name: str, default: float, *, least: float = -math.inf) -> float:
         """A finite number of at least ``least``; ``null`` counts as absent."""
         value = self._or_default(name, default)
-        if not _is_finite(value) or value < least:
+        if not is_finite(value) or value < least:
             raise self.error(name, value, "a finite number" + ("" if least == -math.inf else f" of {least:g} or more"))
         return float(value)
 
     def amount(self, name: str, default: float) -> float:
         """A finite number above 0; ``null`` counts as absent."""
         value = self._or_default(name, default)
-        if not _is_finite(value) or value <= 0:
+        if not is_finite(value) or value <= 0:
             raise self.error(name, value, "a positive number")
         return float(value)
 
@@ -213,12 +220,12 @@ class Config:
         value = self.get(name, default)
         if value is None:
             return None
-        if not _is_finite(value) or value <= 0:
+        if not is_finite(value) or value <= 0:
             raise self.error(name, value, "a positive number, or null for none")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean; ``null`` counts as false: that is how code takes it which asks ``if config.name``."""
+        """A boolean; ``null`` counts as false, as in code that tests ``if config.name``."""
         value = self.get(name, default)
         value = False if value is None else value
         if not isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.models.blocks import Embedding
 from regard.models.cache import ModelCache, check_ids
+from regard.models.cross import check_context
 from regard.models.model import Model
 from regard.tokens import TokenLayout, resolve_tokens
 
@@ -65,6 +67,8 @@ class Decoder(Model):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         cache: ModelCache | None = None,
+        context: Tensor | None = None,
+        context_keep: Tensor | None = None,
         last_only: bool = False,
     ) -> Tensor:
         """Logits ``(B, T, vocabulary)`` of the tokens after each of ``ids (B, T)``.
@@ -74,7 +78,10 @@ class Decoder(Model):
             positions: ``(B, T)``, default the running count of kept tokens, the cache's included, from 0 in each
                 segment.
             segments: ``(B, T)``, non-decreasing: documents packed into one row do not see each other.
-            cache: from :meth:`init_cache`; the call continues it and appends its tokens.
+            cache: from `init_cache`; the call continues it and appends its tokens.
+            context: ``(B, S, context dim)``, read by blocks with cross-attention (`CrossPreNorm`, `CrossPostNorm`).
+                With a cache it is given once, and later calls read what the cache keeps of it.
+            context_keep: ``(B, S)`` bool, which tokens of the context are real.
             last_only: compute only the last token's logits, ``(B, 1, vocabulary)``.
 
         Raises:
@@ -83,7 +90,15 @@ class Decoder(Model):
         """
         if self.head is None:
             self._table()  # raises before anything changes
-        x = self.hidden(ids, keep=keep, positions=positions, segments=segments, cache=cache)
+        x = self.hidden(
+            ids,
+            keep=keep,
+            positions=positions,
+            segments=segments,
+            cache=cache,
+            context=context,
+            context_keep=context_keep,
+        )
         if last_only:
             x = x[:, -1:]
         logits = F.linear(x, self._table()) if self.head is None else self.head(x)
@@ -97,27 +112,39 @@ class Decoder(Model):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         cache: ModelCache | None = None,
+        context: Tensor | None = None,
+        context_keep: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are :meth:`forward`'s."""
+        """What the head reads: ``(B, T, dim)`` after the last norm. The arguments are those of `forward`."""
         batch, tokens = check_ids(ids)
+        readers = [bool(getattr(layer, "reads_context", False)) for layer in self.layers]
+        check_context(readers, None if cache is None else cache.layers, context, context_keep, segments)
+        given = {"context": context, "context_keep": context_keep}
+        call: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
         if cache is None:
-            layout = resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
-            x = self._through(ids, layout, segments, [None] * len(self.layers))
+            resolved = resolve_tokens(batch, tokens, ids.device, **call)
+            x = self._through(ids, resolved, segments, [None] * len(self.layers), given)
         else:
             start = cache.length
             cache.room_for(tokens)
-            layout = cache.resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
+            resolved = cache.resolve_tokens(batch, tokens, ids.device, **call)
             try:
-                x = self._through(ids, layout, segments, cache.layers)
+                x = self._through(ids, resolved, segments, cache.layers, given)
             except BaseException:
                 cache.roll_back(start)
+                if context is not None:
+                    for own in itertools.compress(cache.layers, readers):
+                        own.context.reset()
                 raise
         return x if self.norm is None else self.norm(x)
 
-    def _through(self, ids: Tensor, layout: TokenLayout, segments: Tensor | None, caches: list[Any]) -> Tensor:
-        x: Tensor = self.embedding(ids, layout.positions)
+    def _through(
+        self, ids: Tensor, resolved: TokenLayout, segments: Tensor | None, caches: list[Any], context: dict[str, Any]
+    ) -> Tensor:
+        x: Tensor = self.embedding(ids, resolved.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, keep=layout.keep, positions=layout.positions, segments=segments, cache=cache)
+            call = {"keep": resolved.keep, "positions": resolved.positions, "segments": segments, "cache": cache}
+            x = layer(x, **call, **(context if getattr(layer, "reads_context", False) else {}))
         return x
 
     def _table(self) -> Tensor:
@@ -132,15 +159,22 @@ class Decoder(Model):
         return weight
 
     def init_cache(
-        self, batch: int, capacity: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        context: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> ModelCache:
         """A cache for ``batch`` rows of at most ``capacity`` tokens: each layer's own kind.
 
         Args:
+            context: the most tokens of a context, for blocks that read one; default ``capacity``.
             dtype, device: default to the parameters'.
         """
-        layers: list[Any] = [
-            layer.init_cache(batch, capacity, dtype=dtype, device=device)  # type: ignore[operator]
-            for layer in self.layers
-        ]
+        layers: list[Any] = []
+        for layer in self.layers:
+            more = {"context": context} if getattr(layer, "reads_context", False) else {}
+            layers.append(layer.init_cache(batch, capacity, dtype=dtype, device=device, **more))  # type: ignore[operator]
         return ModelCache(layers)

@@ -1,11 +1,13 @@
-"""One encoder for every family: an embedding, blocks from factories, and what may stand behind them."""
+"""One encoder for every family: an embedding, blocks from factories, and a pooler where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
+from regard.checks import describe
 from regard.models.blocks import Embedding
 from regard.models.cache import check_ids
 from regard.models.model import Model
@@ -27,18 +29,29 @@ class FirstTokenPooler(nn.Module):
 
 
 class Encoder(Model):
-    """A stack that reads a whole text at once: ``norm(block_n(... block_1(embedding(ids))))``.
+    """A stack that reads all tokens at once: ``norm(block_n(... block_1(embedding(inputs))))``.
 
     Args:
-        embedding: ids, positions and token types to ``(B, T, dim)``.
+        embedding: an `Embedding`, from ids, positions and token types to ``(B, T, dim)``; or any other module from the
+            inputs alone to ``(B, T, dim)``, such as one that cuts images into patches and adds their positions.
         layers: one factory a layer, called with the layer's number.
         norm: the last norm, or ``None``.
-        pooler: from the last hidden state to one vector a row, or ``None``; see :meth:`pool`.
+        pooler: from the last hidden state to one vector a row, or ``None``; see `pool`.
+
+    >>> import torch
+    >>> class Patches(nn.Module):  # squares of 2 by 2 pixels as tokens
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.proj = nn.Conv2d(3, 8, kernel_size=2, stride=2)
+    ...     def forward(self, images):
+    ...         return self.proj(images).flatten(2).transpose(1, 2)
+    >>> Encoder(Patches(), [])(torch.zeros(1, 3, 4, 6)).shape
+    torch.Size([1, 6, 8])
     """
 
     def __init__(
         self,
-        embedding: Embedding,
+        embedding: nn.Module,
         layers: Sequence[Callable[[int], nn.Module]],
         norm: nn.Module | None = None,
         pooler: nn.Module | None = None,
@@ -51,14 +64,14 @@ class Encoder(Model):
 
     def forward(
         self,
-        ids: Tensor,
+        inputs: Tensor,
         *,
         types: Tensor | None = None,
         keep: Tensor | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden state ``(B, T, dim)`` of ``ids (B, T)``.
+        """The last hidden state ``(B, T, dim)`` of ids ``(B, T)``, or of whatever the embedding takes.
 
         Args:
             types: ``(B, T)``, the token types; default all 0.
@@ -67,13 +80,22 @@ class Encoder(Model):
             segments: ``(B, T)``, non-decreasing: documents packed into one row do not see each other.
 
         Raises:
-            ValueError, TypeError: for a tensor of a wrong shape or dtype, or an id outside the vocabulary.
+            ValueError, TypeError: for a tensor of a wrong shape or dtype, an id outside the vocabulary, and where the
+                embedding does not give ``(B, T, dim)``.
         """
-        batch, tokens = check_ids(ids)
-        layout = resolve_tokens(batch, tokens, ids.device, keep=keep, positions=positions, segments=segments)
-        x: Tensor = self.embedding(ids, layout.positions, types)
+        call: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
+        if isinstance(self.embedding, Embedding):
+            resolved = resolve_tokens(*check_ids(inputs), inputs.device, **call)
+            x: Tensor = self.embedding(inputs, resolved.positions, types)
+        elif types is not None:
+            raise ValueError("types: expected None, for this model's embedding takes no token types, got a tensor")
+        else:
+            x = self.embedding(inputs)
+            if not isinstance(x, Tensor) or x.dim() != 3:
+                raise ValueError(f"embedding: expected one that gives (B, T, dim), got one that gives {describe(x)}")
+            resolved = resolve_tokens(x.shape[0], x.shape[1], x.device, **call)
         for layer in self.layers:
-            x = layer(x, keep=layout.keep, positions=layout.positions, segments=segments)
+            x = layer(x, keep=resolved.keep, positions=resolved.positions, segments=segments)
         return x if self.norm is None else self.norm(x)
 
     def pool(self, hidden: Tensor) -> Tensor:
@@ -83,6 +105,6 @@ class Encoder(Model):
             ValueError: where the model has no pooler.
         """
         if self.pooler is None:
-            raise ValueError("this encoder has no pooler; accepted: an encoder that was built or loaded with one")
+            raise ValueError("pooler: expected an encoder that was built or loaded with one, got none")
         out: Tensor = self.pooler(hidden)
         return out

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router chooses a few experts for every token, and the token is the sum of what they say.
+"""Mixtures of experts: a router chooses a few experts for every token and adds up their weighted outputs.
 
 Experts stand in stacked tensors. No expert has a capacity: what a token gets never depends on which experts the other
 tokens of a batch choose. Shazeer et al. 2017, arXiv:1701.06538; Dai et al. 2024, arXiv:2401.06066 (shared experts).
@@ -19,7 +19,7 @@ from regard.coordinates import has_values
 
 __all__ = ["ClampedSwiGLU", "GatedExperts", "MixtureOfExperts", "Router", "Routing", "StackedExperts"]
 
-SPARED = 2**21  # multiply-adds that take as long as sorting tokens by expert and bringing them back
+SPARED = 2**21  # multiply-adds that take as long as sorting tokens by expert and back
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,17 @@ class Router(nn.Module):
 def all_are_cheaper(down_proj: Tensor, chosen: Tensor) -> bool:
     """Whether all of E experts for N tokens cost less than sorting tokens by the k experts that each chose (N, k).
 
-    What counts is multiply-adds by one matrix (E, n, m) that would be for nothing; few tokens wait for memory instead.
-    Not where gradients are recorded: an expert that nobody asked for may overflow in these alone.
+    Counted are the wasted multiply-adds by one matrix (E, n, m); a few tokens are bound by memory instead.
+    Not where gradients are recorded: those of an expert that no token chose may overflow.
     """
     experts, rows, columns = down_proj.shape
     return not torch.is_grad_enabled() and (experts - chosen.shape[1]) * rows * columns * max(len(chosen), 64) <= SPARED
 
 
 def by_share(inner: Tensor, weights: Tensor, chosen: Tensor, asked: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Hidden channels of all experts (N, E, hidden) times their weights for a token (N, E), which are returned too.
+    """Hidden channels of all experts (N, E, hidden) times each expert's weight for the token (N, E), and those weights.
 
-    `asked` (N, E) says where there is a weight, so that no gradient of the others is formed.
+    `asked` (N, E) tells which experts a token chose: no gradient of the others is formed.
     """
     share = weights.new_zeros(inner.shape[:2]).scatter(1, chosen, weights)
     inner = (inner * share[..., None]).to(inner.dtype)
@@ -139,14 +139,14 @@ def by_share(inner: Tensor, weights: Tensor, chosen: Tensor, asked: Tensor | Non
 
 
 def _masked(x: Tensor, asked: Tensor | None) -> Tensor:
-    """x (N, E, ...) with 0 where nobody asked for the expert, or as it is."""
+    """x (N, E, ...), with 0 where the token did not choose the expert if `asked` (N, E) is given."""
     return x if asked is None else torch.where(asked[..., None], x, 0.0)
 
 
 def at_once(inner: Tensor, weights: Tensor, chosen: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
     """The sum over all experts of such channels; None where it is not finite.
 
-    Then an expert that nobody asked for may have overflowed, and the chosen ones must be computed alone.
+    Then an expert that no token chose may have overflowed, and the chosen ones must be computed alone.
     """
     out = join(*by_share(inner, weights, chosen))
     return out if math.isfinite(out.sum().item()) else None
@@ -158,7 +158,7 @@ def down_of_all(inner: Tensor, down_proj: Tensor) -> Tensor:
 
 
 class _Experts(nn.Module):
-    """Experts in stacked tensors; subclasses say what one of them does, and all at once.
+    """Experts in stacked tensors; subclasses compute one of them, and all at once.
 
     Only experts that a token chose are computed, each for its tokens together. Where the choice may not be read (while
     tracing for a compiler, under function transforms, without memory), and where experts are so few and small that
@@ -172,7 +172,7 @@ class _Experts(nn.Module):
         raise NotImplementedError
 
     def inner(self, x: Tensor, asked: Tensor | None = None) -> Tensor:
-        """The hidden channels of every expert for every token (N, dim): (N, E, hidden); 0 where not asked for."""
+        """The hidden channels of every expert for every token (N, dim): (N, E, hidden); 0 where not chosen."""
         raise NotImplementedError
 
     def joined(self, inner: Tensor, share: Tensor) -> Tensor:
@@ -278,12 +278,12 @@ class StackedExperts(_Experts):
 
 
 class MixtureOfExperts(nn.Module):
-    """``sum over a token's experts of weight * expert(x)``, plus what experts for every token say.
+    """``sum over a token's experts of weight * expert(x)``, plus the output of shared experts, if there are any.
 
     Args:
         router: from tokens (N, dim) to weights and expert numbers (N, k): a `Router`.
         experts: from tokens, weights and numbers to (N, dim): `GatedExperts` or `StackedExperts`.
-        shared: a feed-forward part that every token goes through, added; None for none.
+        shared: a feed-forward part for every token, whose output is added; None for none.
         shared_gate: from dim to 1: the shared part is multiplied by its sigmoid (Qwen3-Next).
 
     >>> moe = MixtureOfExperts(Router(8, Routing(4, 2)), GatedExperts(8, 16, 4, nn.SiLU()))

@@ -75,13 +75,13 @@ _MODULES: Mapping[str, Callable[[], nn.Module]] = {
 
 
 def activation(name: str) -> nn.Module:
-    """The elementwise activation of that name (the names of :data:`ACTIVATIONS`).
+    """The elementwise activation of that name (the names of `ACTIVATIONS`).
 
     Raises:
         ValueError: for a name that is not known.
     """
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is not known; accepted: {', '.join(sorted(ACTIVATIONS))}")
+        raise ValueError(f"activation: expected one of {', '.join(sorted(ACTIVATIONS))}, got {name!r}")
     return _MODULES[ACTIVATIONS[name]]()
 
 

@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
-"""The kinds of numbers, as safetensors spells them, that a parameter may have."""
+"""The dtypes that a parameter may have, as safetensors spells them."""
 PASSING = 2**24  # bytes
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-"""How the names of files end that hold weights and are never opened."""
+"""Suffixes of files of weights that are never opened: reading them may run code."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def foreign(self) -> Mapping[str, str]:
-        """The tensors whose numbers are of a kind that no parameter has, each with that kind's name."""
+        """The tensors whose dtype no parameter may have, each with that dtype's name."""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -54,7 +54,7 @@ class Source(Protocol):
         ...
 
     def read_once(self, name: str) -> Tensor:
-        """One tensor that is copied at once: a mapping of it is given up again, so that it stays no part of memory."""
+        """One tensor that is copied at once: the file is unmapped again, so its pages leave memory."""
         ...
 
 
@@ -65,7 +65,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 def _is(kind: Callable[[int], bool], path: Path) -> bool:
     try:
         return kind(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # no system has a file whose name holds a zero
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the name holds a null character
         return False
     except OSError as e:
         raise _unreadable(path, e) from None
@@ -82,7 +82,7 @@ def is_folder(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> None:
-    """Raises CheckpointError where the system does not let a file be read, for want of permission say."""
+    """Raises CheckpointError where the system does not let a file be read, as where permission is missing."""
     try:
         path.open("rb").close()
     except OSError as e:
@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not a readable JSON file ({e})") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}; accepted: one JSON object")
+        raise CheckpointError(f"{path}: expected one JSON object, got {type(value).__name__}")
     return value
 
 
@@ -132,8 +132,8 @@ class SafetensorsSource:
             self._read_index(folder, read_json(folder / INDEX))
         else:
             other = sorted(name for name in _names(folder) if Path(name).suffix in PICKLED)
-            found = f"; found {', '.join(other)}, which are never opened" if other else ""
-            raise CheckpointError(f"{folder}: no weights; accepted: {SINGLE}, or {INDEX} with its shards{found}")
+            found = f"{', '.join(other)}, which are never opened" if other else "neither"
+            raise CheckpointError(f"{folder}: expected {SINGLE}, or {INDEX} with its shards, got {found}")
 
     def _open(self, folder: Path, name: str) -> Any:
         self._open_files[name] = file = _opened(folder / name)
@@ -142,13 +142,11 @@ class SafetensorsSource:
     def _read_index(self, folder: Path, index: Mapping[str, Any]) -> None:
         table = index.get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
-            raise CheckpointError(f"{self.where}: no weight_map; accepted: an object from tensor names to shard files")
+            raise CheckpointError(f"{self.where}: weight_map: expected an object from tensor names to shard files")
         shards = sorted(set(table.values()))
         for shard in shards:
             if Path(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
-                raise CheckpointError(
-                    f"{self.where}: names the shard {shard!r}; accepted: plain file names in the folder"
-                )
+                raise CheckpointError(f"{self.where}: weight_map: expected names of files in the folder, got {shard!r}")
         for shard in shards:
             if not is_file(folder / shard):
                 raise CheckpointError(f"{self.where}: names the shard {shard!r}, which is absent from {folder}")
@@ -251,12 +249,12 @@ def replacing(folder: Path) -> Iterator[Callable[[str], Path]]:
 
 def path_of(name: str, path: object) -> Path:
     if not isinstance(path, (str, Path)):
-        raise TypeError(f"{name}={path!r}; accepted: a path as text or pathlib.Path")
+        raise TypeError(f"{name}: expected a path as text or pathlib.Path, got {path!r}")
     return Path(path)
 
 
 class Asked:
-    """Whether tensors are in a file, and what was answered: saving the model gives the same answers."""
+    """Tells whether tensors are in a file, and keeps the answers: saving the model gives the same ones."""
 
     def __init__(self, has: Callable[[str], bool]) -> None:
         self.has, self.answers = has, dict[str, bool]()

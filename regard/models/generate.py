@@ -142,7 +142,7 @@ def generate(
     Args:
         prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``.
         max_tokens: new tokens a row at most.
-        temperature, top_k, top_p, seed: see :class:`~regard.models.sampling.Sampling`; the default takes the most
+        temperature, top_k, top_p, seed: see `Sampling`; the default takes the most
             probable token.
         stop: texts that end a continuation as soon as one of them is complete, across the borders of tokens too; they
             are no part of it.
@@ -181,24 +181,24 @@ def stream(
     stop: str | Sequence[str] = (),
     end_ids: Iterable[int] | None = None,
 ) -> Stream:
-    """Continues one prompt and gives its text piece by piece; the arguments are :func:`generate`'s.
+    """Continues one prompt and gives its text piece by piece; the arguments are `generate`'s.
 
     A piece never ends inside a character, and never holds a beginning of a stop string that may still come. The pieces
-    joined are the text that :func:`generate` gives.
+    joined are the text that `generate` gives.
 
     Raises:
-        ValueError, TypeError: as :func:`generate`, at once; and for a model without a tokenizer.
+        ValueError, TypeError: as `generate`, at once; and for a model without a tokenizer.
     """
     empty = isinstance(prompt, Sequence) and not len(prompt)  # one prompt without tokens, rather than no prompts
     rows = token_rows(model, [prompt] if empty else prompt, "prompt")
     if len(rows) != 1:
-        raise ValueError(f"prompt holds {len(rows)} texts; accepted: one")
+        raise ValueError(f"prompt: expected one text, got {len(rows)}")
     model.tokenizer  # noqa: B018  raises where there is none
     return Stream(_Run(model, rows, max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids))
 
 
 class Stream:
-    """An iterator of text pieces; :attr:`statistics`, :attr:`ids` and :attr:`finish` are final when it is exhausted."""
+    """An iterator of text pieces; `statistics`, `ids` and `finish` are final when it is exhausted."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -248,16 +248,16 @@ class _Run:
 
     def __post_init__(self) -> None:
         if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens!r}; accepted: a positive integer")
+            raise ValueError(f"max_tokens: expected a positive integer, got {self.max_tokens!r}")
         stops = items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "texts that are not empty")
         if any(not isinstance(s, str) or not s for s in stops):
-            raise ValueError(f"stop={self.stop!r}; accepted: texts that are not empty")
+            raise ValueError(f"stop: expected texts that are not empty, got {self.stop!r}")
         last = self.model.embedding.tokens.weight.shape[0] - 1
-        accepted = f"token ids of 0 to {last}, or None for the checkpoint's"
-        ids = self.model.end_ids if self.end_ids is None else items("end_ids", self.end_ids, accepted)
+        expected = f"token ids of 0 to {last}, or None for the checkpoint's"
+        ids = self.model.end_ids if self.end_ids is None else items("end_ids", self.end_ids, expected)
         known = self.end_ids is None or all(is_id(i) and 0 <= i <= last for i in ids)
         if isinstance(self.end_ids, (str, bytes)) or not known:
-            raise ValueError(f"end_ids={self.end_ids!r}; accepted: {accepted}")
+            raise ValueError(f"end_ids: expected {expected}, got {self.end_ids!r}")
         ends = _Ends(frozenset(ids), stops)
         origin = self.model.origin
         with_text = origin is not None and not isinstance(origin.tokenizer, str)
@@ -287,7 +287,7 @@ class _Run:
                 logits = self.model(ids, keep=keep, cache=cache, last_only=True)
                 logits = logits[:, -1]
                 ended = [row.finish is not None for row in self.rows]
-                if any(ended):  # nobody looks at what such a row would say
+                if any(ended):  # their next tokens are not used
                     logits = logits.masked_fill(torch.tensor(ended, device=device)[:, None], 0.0)
                 ids = choose(logits, step)[:, None]
             keep = None

@@ -15,8 +15,9 @@ from regard.models.gguf_split import SplitGGUF, open_gguf
 from regard.models.gguf_tokens import named_ids
 from regard.models.layouts import LAYOUTS, Plan
 from regard.models.layouts.base import bounds
+from regard.models.layouts.shared.rows import FF, MIXER, kinds, module_rows
 from regard.models.model import Origin
-from regard.models.tables import RotaryPermuted, Row, expand, same
+from regard.models.tables import RotaryPermuted, Row, per_layer
 from regard.models.tokenizer import Tokenizer
 
 __all__ = ["GGUFSource", "read_gguf"]
@@ -30,7 +31,7 @@ def read_gguf(path: Path) -> tuple[Opened, Origin, Plan]:
 
     Raises:
         CheckpointError: for another architecture, an option that is not known, and all that
-            :func:`~regard.models.gguf_split.open_gguf` refuses.
+            `open_gguf` refuses.
     """
     with naming(str(path)):
         return _read(open_gguf(path), path)
@@ -40,12 +41,12 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
     metadata = source.metadata
     content = metadata.get("general.type", "model")
     if content != "model":
-        raise CheckpointError(f"{path}: general.type={content!r}; accepted: model, a whole one")
+        raise CheckpointError(f"{path}: general.type: expected model, got {content!r}")
     if (adapter := metadata.get("adapter.type")) is not None:
-        raise CheckpointError(f"{path}: adapter.type={adapter!r}; accepted: a whole model, not an adapter")
+        raise CheckpointError(f"{path}: adapter.type: expected a whole model, not an adapter, got {adapter!r}")
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise CheckpointError(f"{path}: general.architecture={architecture!r}; accepted: llama")
+        raise CheckpointError(f"{path}: general.architecture: expected llama, got {architecture!r}")
     layout = LAYOUTS["llama"]
     starts, ends = named_ids(metadata, source.where)
     config = {**_config(source, architecture), **starts, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
@@ -66,7 +67,7 @@ def _read(source: Opened, path: Path) -> tuple[Opened, Origin, Plan]:
 
 
 def _config(source: Opened, architecture: str) -> dict[str, Any]:
-    """The options of ``config.json`` that say what the metadata say."""
+    """The metadata as options of a ``config.json``."""
     own = {
         k.removeprefix(f"{architecture}."): v for k, v in source.metadata.items() if k.startswith(f"{architecture}.")
     }
@@ -103,33 +104,29 @@ def _config(source: Opened, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": not source.has("output.weight"),
     }
     c.only("attention.causal", (None, True), "a causal model")
-    c.close({"rope.scaling.finetuned"}, false_is_off=False)  # metadata are written where they say something
+    c.close({"rope.scaling.finetuned"}, false_is_off=False)  # converters write only metadata that mean something
     return config
 
 
 def _rows(config: Mapping[str, Any]) -> list[Row]:
     """The names of a GGUF Llama. Rows of query and key projections lie in the order of interleaved rotary pairs."""
-    plain = {"attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj"}
-    permuted = {"attn_q": ("mixer.q_proj", "num_attention_heads"), "attn_k": ("mixer.k_proj", "num_key_value_heads")}
-    mlp = {"ffn_gate": "ff.gate_proj", "ffn_up": "ff.up_proj", "ffn_down": "ff.down_proj"}
-    attention_kinds = ("weight", "bias") if config["attention_bias"] else ("weight",)
-    mlp_kinds = ("weight", "bias") if config["mlp_bias"] else ("weight",)
+    attention, mlp = kinds(config["attention_bias"]), kinds(config["mlp_bias"])
+    permuted = {"attn_q": ("q_proj", "num_attention_heads"), "attn_k": ("k_proj", "num_key_value_heads")}
     rows = [
-        Row(f"blk.{{i}}.{stored}.{kind}", (f"layers.{{i}}.{own}.{kind}",), RotaryPermuted(config[heads]))
+        Row(f"blk.{{i}}.{stored}.{kind}", (f"{MIXER}.{own}.{kind}",), RotaryPermuted(config[heads]))
         for stored, (own, heads) in permuted.items()
-        for kind in attention_kinds
+        for kind in attention
     ]
-    rows += same({f"blk.{{i}}.{s}.{k}": f"layers.{{i}}.{o}.{k}" for s, o in plain.items() for k in attention_kinds})
-    rows += same({f"blk.{{i}}.{s}.{k}": f"layers.{{i}}.{o}.{k}" for s, o in mlp.items() for k in mlp_kinds})
-    norms = {"attn_norm": "mixer_norm", "ffn_norm": "ff_norm"}
-    rows += same({f"blk.{{i}}.{s}.weight": f"layers.{{i}}.{o}.weight" for s, o in norms.items()})
-    ends = {"token_embd.weight": "embedding.tokens.weight", "output_norm.weight": "norm.weight"}
-    ends |= {} if config["tie_word_embeddings"] else {"output.weight": "head.weight"}
-    return same(ends) + [row for i in range(config["num_hidden_layers"]) for row in expand(rows, i)]
+    rows += module_rows({"blk.{i}.attn_v": f"{MIXER}.v_proj", "blk.{i}.attn_output": f"{MIXER}.o_proj"}, attention)
+    rows += module_rows({f"blk.{{i}}.ffn_{name}": f"{FF}.{name}_proj" for name in ("gate", "up", "down")}, mlp)
+    rows += module_rows({"blk.{i}.attn_norm": "layers.{i}.mixer_norm", "blk.{i}.ffn_norm": "layers.{i}.ff_norm"})
+    ends = {"token_embd": "embedding.tokens", "output_norm": "norm"}
+    ends |= {} if config["tie_word_embeddings"] else {"output": "head"}
+    return module_rows(ends) + [row for i in range(config["num_hidden_layers"]) for row in per_layer(rows, i)]
 
 
 def _extras(config: Mapping[str, Any], metadata: Mapping[str, Any], tokenizer: Tokenizer | str) -> dict[str, Any]:
-    """The small files of a folder that say what the metadata say."""
+    """The metadata as the small files of a folder."""
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     extras: dict[str, Any] = {"generation_config.json": {k: v for k, v in generation.items() if v is not None}}
     if isinstance(tokenizer, Tokenizer):

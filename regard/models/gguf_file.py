@@ -2,6 +2,10 @@
 
 The format (versions 2 and 3, little endian): a magic word, counts, metadata as typed key/value pairs, a list of
 tensors, then their aligned data. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+The header is read here, and not by ``GGUFReader`` of the `gguf` package, because on a torn file that fails with errors
+that name neither file nor place (IndexError, ValueError), and it makes several arrays of each entry of a
+vocabulary; dequantising is the package's.
 """
 
 from __future__ import annotations
@@ -92,15 +96,15 @@ class GGUFSource:
         self.where = str(path)
         check_readable(path)
         if path.stat().st_size == 0:
-            raise CheckpointError(f"{path}: is empty; accepted: a GGUF file")
+            raise CheckpointError(f"{path}: expected a GGUF file, got an empty one")
         self._data = np.memmap(path, mode="r")
         cursor = _Cursor(memoryview(self._data), self.where)  # type: ignore[arg-type]  # numpy's stubs before 2.3
         magic = bytes(cursor.take(min(4, len(self._data))))
         if magic != b"GGUF":
-            raise CheckpointError(f"{path}: begins with {magic!r}; accepted: a GGUF file, which begins with b'GGUF'")
+            raise CheckpointError(f"{path}: expected a GGUF file, which begins with b'GGUF', got {magic!r}")
         version = cursor.number("<I")
         if version not in (2, 3):
-            raise CheckpointError(f"{path}: GGUF version {version}; accepted: 2 or 3, little endian")
+            raise CheckpointError(f"{path}: version: expected 2 or 3, little endian, got {version}")
         tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
@@ -116,7 +120,7 @@ class GGUFSource:
             raw.append((name, shape, cursor.number("<I"), cursor.number("<Q")))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise CheckpointError(f"{self.where}: general.alignment={alignment!r}; accepted: a positive integer")
+            raise CheckpointError(f"{self.where}: general.alignment: expected a positive integer, got {alignment!r}")
         base = -(-cursor.at // alignment) * alignment
         infos: dict[str, _Info] = {}
         for name, shape, code, offset in raw:

@@ -66,7 +66,7 @@ def open_gguf(path: Path) -> GGUFSource | SplitGGUF:
 
     Raises:
         CheckpointError: where shards are absent, or are not what their names and their metadata say; and all that
-            :class:`~regard.models.gguf_file.GGUFSource` refuses.
+            `GGUFSource` refuses.
     """
     given = GGUFSource(path)
     named = _NAME.fullmatch(path.name)
@@ -76,8 +76,8 @@ def open_gguf(path: Path) -> GGUFSource | SplitGGUF:
         return given
     if named is None or by_name != count:
         raise CheckpointError(
-            f"{path}: split.count={given.metadata.get(_COUNT)!r}; accepted: a model split over N files has each of "
-            "them state split.count=N, under names that end in -00001-of-N.gguf to -N-of-N.gguf, N in five digits"
+            f"{path}: split.count: expected the N of names that end in -00001-of-N.gguf to -N-of-N.gguf, N in five "
+            f"digits, got {given.metadata.get(_COUNT)!r}"
         )
     paths = [path.with_name(f"{named['stem']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
     if absent := [p.name for p in paths if not is_file(p)]:
@@ -88,7 +88,7 @@ def open_gguf(path: Path) -> GGUFSource | SplitGGUF:
         for key, right in ((_NO, i), (_COUNT, count)):
             if _number(shard, key, -1) != right:
                 raise CheckpointError(
-                    f"{shard.where}: {key}={shard.metadata.get(key)!r}; accepted: {right}, as its name says"
+                    f"{shard.where}: {key}: expected {right}, as its name says, got {shard.metadata.get(key)!r}"
                 )
     _check_tensors(shards)
     return SplitGGUF(shards)
@@ -97,7 +97,7 @@ def open_gguf(path: Path) -> GGUFSource | SplitGGUF:
 def _number(source: GGUFSource, key: str, default: int) -> int:
     value = source.metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise CheckpointError(f"{source.where}: {key}={value!r}; accepted: an integer")
+        raise CheckpointError(f"{source.where}: {key}: expected an integer, got {value!r}")
     return value
 
 

@@ -37,14 +37,16 @@ def named_ids(metadata: Mapping[str, Any], where: str) -> tuple[dict[str, int | 
     def checked(key: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (known is not None and value >= known):
             below = "" if known is None else f" below {known}"
-            raise CheckpointError(f"{where}: {_PREFIX}{key}={value!r}; accepted: a token id{below}, or none")
+            raise CheckpointError(f"{where}: {_PREFIX}{key}: expected a token id{below}, or none, got {value!r}")
         return value
 
     keys = [f"{name}_token_id" for name in (*ENDS, *OTHERS)]
     ids = {key: checked(key, metadata[_PREFIX + key]) for key in keys if metadata.get(_PREFIX + key) is not None}
     several = metadata.get(f"{_PREFIX}eos_token_ids") or []
     if not isinstance(several, list):
-        raise CheckpointError(f"{where}: {_PREFIX}eos_token_ids={several!r}; accepted: a list of token ids, or none")
+        raise CheckpointError(
+            f"{where}: {_PREFIX}eos_token_ids: expected a list of token ids, or none, got {several!r}"
+        )
     ends = [ids[f"{name}_token_id"] for name in ENDS if f"{name}_token_id" in ids]
     ends += [checked("eos_token_ids", value) for value in several]
     starts = {"bos_token_id": ids.get("bos_token_id"), "pad_token_id": ids.get("padding_token_id")}
@@ -59,14 +61,13 @@ def backend_of(metadata: Mapping[str, Any]) -> Any:
     own = {k.removeprefix(_PREFIX): v for k, v in metadata.items() if k.startswith(_PREFIX)}
     kind, split, tokens, merges = (own.get(name) for name in ("model", "pre", "tokens", "merges"))
     if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
-        accepted = "'gpt2' (byte-level BPE) with tokens and merges"
-        return f"the file's tokenizer is of the kind {kind!r}; accepted: {accepted}"
+        return f"{_PREFIX}model: expected 'gpt2' (byte-level BPE) with tokens and merges, got {kind!r}"
     if reason := _refused(own, len(tokens)):
         return reason
     bytes_first = pre_tokenizers.ByteLevel(add_prefix_space=own.get("add_space_prefix", False))
     splits = {"gpt-2": bytes_first, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), bytes_first])}
     if split not in splits:
-        return f"the file splits words by {split!r}; accepted: {', '.join(sorted(splits))}"
+        return f"{_PREFIX}pre: expected {' or '.join(sorted(splits))}, got {split!r}"
     pairs = [tuple(m.split(" ", 1)) for m in merges]
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens) or any(len(p) != 2 for p in pairs):
@@ -91,18 +92,18 @@ def _refused(own: Mapping[str, Any], count: int) -> str | None:
         return f"the file's tokenizer states {', '.join(_PREFIX + k for k in unknown)}, which is not known here"
     for name in _FLAGS:
         if not isinstance(own.get(name, False), bool):
-            return f"{_PREFIX}{name}={own[name]!r}; accepted: true or false"
+            return f"{_PREFIX}{name}: expected true or false, got {own[name]!r}"
     for name in ("add_sep_token", "remove_extra_whitespaces"):
         if own.get(name, False):
-            return f"{_PREFIX}{name}=True; accepted: false, for this kind of tokenizer"
+            return f"{_PREFIX}{name}: expected false for this kind of tokenizer, got True"
     for flag, name in (("add_bos_token", "bos"), ("add_eos_token", "eos")):
         if own.get(flag, False) and own.get(f"{name}_token_id") is None:
-            return f"{_PREFIX}{flag}=True, but no {name}_token_id; accepted: both, or neither"
+            return f"{_PREFIX}{flag}: expected false without {name}_token_id, got True"
     types = own.get("token_type")
     if types and (not isinstance(types, list) or len(types) != count):
         return f"{_PREFIX}token_type does not give each of the {count} tokens its kind"
     if odd := sorted({t for t in types or () if t not in range(_NORMAL, _UNUSED + 1)}, key=repr):
-        return f"{_PREFIX}token_type holds {odd[0]!r}; accepted: 1 (normal) to 5 (unused), for this kind of tokenizer"
+        return f"{_PREFIX}token_type: expected 1 (normal) to 5 (unused) for this kind of tokenizer, got {odd[0]!r}"
     return None
 
 

@@ -65,7 +65,7 @@ class Origin:
 
 
 class Model(nn.Module):
-    """A stack of blocks; loaded ones know their :class:`Origin`."""
+    """A stack of blocks; loaded ones know their `Origin`."""
 
     origin: Origin | None = None
 
@@ -77,9 +77,9 @@ class Model(nn.Module):
             ValueError: where there is none, with the reason.
         """
         if self.origin is None:
-            raise ValueError("this model was not loaded from a checkpoint and has no tokenizer; accepted: token ids")
+            raise ValueError("no tokenizer: this model was not loaded from a checkpoint; pass token ids")
         if isinstance(self.origin.tokenizer, str):
-            raise ValueError(f"no tokenizer: {self.origin.tokenizer}; accepted: token ids")
+            raise ValueError(f"no tokenizer: {self.origin.tokenizer}; pass token ids")
         return self.origin.tokenizer
 
     @property
@@ -105,6 +105,6 @@ class Model(nn.Module):
         """
         if self.origin is None:
             raise CheckpointError(
-                "the model has no origin, so the names of its tensors in a file are not known; accepted: a loaded model"
+                "model: expected a loaded one, got one without an origin, whose tensors have no names in a file"
             )
         self.origin.layout.save(self, folder)

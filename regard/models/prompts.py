@@ -15,10 +15,10 @@ __all__ = ["Prompt", "is_id", "items", "token_rows"]
 Prompt = str | Sequence[int] | Tensor
 
 
-def items(name: str, value: object, accepted: str) -> tuple[Any, ...]:
-    """What an argument that takes several values holds; refused by its name where it holds none."""
+def items(name: str, value: object, expected: str) -> tuple[Any, ...]:
+    """The values of an argument that takes several; ValueError names it where it cannot hold any."""
     if not isinstance(value, Iterable):
-        raise ValueError(f"{name}={value!r}; accepted: {accepted}")
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
     return tuple(value)
 
 
@@ -35,7 +35,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 def token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt], name: str) -> list[list[int]]:
     """The ids of each prompt; ``name`` is the argument's, for errors."""
     if not isinstance(model, Decoder):
-        raise TypeError(f"model is a {type(model).__name__}; accepted: a Decoder")
+        raise TypeError(f"model: expected a Decoder, got {type(model).__name__}")
     if isinstance(prompts, Tensor):
         many: list[Prompt] = list(prompts) if prompts.dim() == 2 else [prompts]
     elif _is_list(prompts) and any(isinstance(p, (str, Tensor)) or _is_list(p) for p in prompts):
@@ -43,7 +43,7 @@ def token_rows(model: Decoder, prompts: Prompt | Sequence[Prompt], name: str) ->
     else:
         many = [prompts] if not _is_list(prompts) or len(prompts) else []  # type: ignore[list-item]
     if not many:
-        raise ValueError(f"{name} is empty; accepted: at least one prompt")
+        raise ValueError(f"{name}: expected at least one prompt, got none")
     return [_token_row(model, p, name) for p in many]
 
 
@@ -51,7 +51,7 @@ def _token_row(model: Decoder, prompt: Prompt, name: str) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
             raise ValueError(
-                f"{name}: a prompt is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; accepted: integers, (T,)"
+                f"{name}: expected a tensor of integers (T,) for a prompt, got {prompt.dtype} of {tuple(prompt.shape)}"
             )
         ids = [int(i) for i in prompt.tolist()]
     elif isinstance(prompt, str):
@@ -59,16 +59,11 @@ def _token_row(model: Decoder, prompt: Prompt, name: str) -> list[int]:
     elif _is_list(prompt):
         ids = list(prompt)
         if odd := [i for i in ids if not is_id(i)]:
-            raise TypeError(
-                f"{name}: a prompt holds something else than integers, {odd[0]!r}; "
-                "accepted: a text, token ids or a tensor"
-            )
+            raise TypeError(f"{name}: expected a text, token ids or a tensor for a prompt, got a list with {odd[0]!r}")
     else:
-        raise TypeError(f"{name}: a prompt is {prompt!r}; accepted: a text, token ids or a tensor")
+        raise TypeError(f"{name}: expected a text, token ids or a tensor for a prompt, got {prompt!r}")
     if ids:
         return ids
     if model.origin is not None and not isinstance(model.origin.tokenizer, str) and model.tokenizer.bos_id is not None:
         return [model.tokenizer.bos_id]
-    raise ValueError(
-        f"{name}: a prompt is empty and no token that begins a text is known; accepted: at least one token"
-    )
+    raise ValueError(f"{name}: expected at least one token a prompt, got none, and none is known that begins a text")

@@ -34,15 +34,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
-            raise ValueError(f"temperature={self.temperature!r}; accepted: 0 (greedy) or a positive number")
+            raise ValueError(f"temperature: expected 0 (greedy) or a positive number, got {self.temperature!r}")
         if self.top_k is not None and (
             isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
         ):
-            raise ValueError(f"top_k={self.top_k!r}; accepted: a positive integer, or None for all")
+            raise ValueError(f"top_k: expected a positive integer, or None for all, got {self.top_k!r}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p={self.top_p!r}; accepted: above 0 and at most 1, or None for all")
+            raise ValueError(f"top_p: expected a number above 0 and at most 1, or None for all, got {self.top_p!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(f"seed={self.seed!r}; accepted: an integer of 0 or more, or None")
+            raise ValueError(f"seed: expected an integer of 0 or more, or None, got {self.seed!r}")
 
     def chooser(self, rows: int) -> Chooser:
         """The drawing of one generation of ``rows`` texts."""
@@ -71,8 +71,8 @@ class Chooser:
         """Token ids ``(B,)`` from logits ``(B, vocabulary)``; ``step`` is named by the error.
 
         Raises:
-            ValueError: naming a row that holds NaN or infinity, or nothing but -infinity, which a token that cannot
-                come may have.
+            ValueError: naming a row that holds NaN or infinity, or -infinity for every token (a single token may have
+                it, and then never comes).
         """
         _check_logits(logits, step)
         if not self.how.temperature:

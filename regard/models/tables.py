@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "Bundles",
-    "Derived",
+    "ComputedTensor",
     "FusedQKV",
     "Ignored",
     "Reshape",
@@ -26,12 +26,12 @@ __all__ = [
     "Squeezed",
     "Transposed",
     "Viewed",
-    "expand",
-    "fused",
+    "fused_rows",
     "listed",
+    "one_to_one",
     "part_of",
     "parts_of",
-    "same",
+    "per_layer",
     "whole_name",
 ]
 
@@ -74,13 +74,13 @@ class Transposed:
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A tensor stored with an axis of size 1 that the model's has not, as the kernels of depthwise convolutions."""
+    """A tensor stored with one more axis, of size 1, than in the model, as kernels of depthwise convolutions are."""
 
     axis: int
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
         if stored.shape[self.axis] != 1:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected 1 at axis {self.axis}")
+            raise ValueError(f"shape: expected 1 at axis {self.axis}, got {tuple(stored.shape)}")
         return (stored.squeeze(self.axis),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -90,13 +90,13 @@ class Squeezed:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A tensor stored with other axes than the model's flat one."""
+    """A tensor that is flat in the model and stored in another shape."""
 
     shape: tuple[int, ...]
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
         if tuple(stored.shape) != self.shape:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected {self.shape}")
+            raise ValueError(f"shape: expected {self.shape}, got {tuple(stored.shape)}")
         return (stored.reshape(-1),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ class Bundles:
     def split(self, stored: Tensor) -> Sequence[Tensor]:
         rows = sum(self.sizes)
         if stored.shape[0] != rows * self.groups:
-            raise ValueError(f"shape {tuple(stored.shape)}; expected {rows * self.groups} rows")
+            raise ValueError(f"shape: expected {rows * self.groups} rows, got {tuple(stored.shape)}")
         bundles = stored.view(self.groups, rows, *stored.shape[1:])
         return [part.reshape(-1, *stored.shape[1:]).clone() for part in bundles.split(self.sizes, dim=1)]
 
@@ -181,7 +181,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Derived:
+class ComputedTensor:
     """A tensor that follows from the options, and is no parameter: one that is read must be of `shape` and as
     ``make()`` says; it is written all the same, for other software reads it.
     """
@@ -199,17 +199,17 @@ class Ignored:
     reason: str
 
 
-def same(names: dict[str, str]) -> list[Row]:
+def one_to_one(names: dict[str, str]) -> list[Row]:
     """One row a pair ``file: model``."""
     return [Row(stored, (own,)) for stored, own in names.items()]
 
 
-def fused(stored: str, own: str, kinds: Iterable[str], reshape: Reshape) -> list[Row]:
+def fused_rows(stored: str, own: str, kinds: Iterable[str], reshape: Reshape) -> list[Row]:
     """Rows for a fused projection: ``own`` with ``*`` for q, k and v, and one row a kind (``weight``, ``bias``)."""
     return [Row(f"{stored}.{k}", tuple(f"{own}.{k}".replace("*", c) for c in "qkv"), reshape) for k in kinds]
 
 
-def expand(rows: Iterable[Row], layer: int) -> list[Row]:
+def per_layer(rows: Iterable[Row], layer: int) -> list[Row]:
     """The rows with ``{i}`` replaced by a layer's number."""
     return [
         Row(r.stored.replace("{i}", str(layer)), tuple(o.replace("{i}", str(layer)) for o in r.own), r.reshape)

@@ -22,8 +22,8 @@ EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    Whole texts are encoded, always in the same way: cuts to a length, padding, and the random leaving out of merges,
-    which a tokenizer's file may ask for, are switched off. (:meth:`to_json` writes them back.)
+    A text is always encoded whole and in the same way: truncation, padding and random merges, which a tokenizer's file
+    may ask for, are switched off. (`to_json` writes them back.)
 
     Args:
         backend: a ``tokenizers.Tokenizer``; where it asks for such a thing, a copy of it is used.
@@ -70,10 +70,7 @@ class Tokenizer:
         add_tokens(backend, places)
         split = about.get("split_special_tokens", False)
         if not isinstance(split, bool):
-            raise CheckpointError(
-                f"{path.parent / ABOUT}: split_special_tokens={split!r}; accepted: true or false, whether special "
-                "tokens in a text are read as any other text"
-            )
+            raise CheckpointError(f"{path.parent / ABOUT}: split_special_tokens: expected true or false, got {split!r}")
         backend.encode_special_tokens = split
         ids = (backend.token_to_id(places.named[n].content) if n in places.named else None for n in NAMES[:2])
         return cls(backend, *ids)
@@ -170,10 +167,10 @@ class TextStream:
 
 
 def read_tokenizer(folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Tokenizer | str:
-    """The tokenizer of a folder, or as text why it has none; ``extras`` are the files of :data:`EXTRAS`, by name.
+    """The tokenizer of a folder, or as text why it has none; ``extras`` are the files of `EXTRAS`, by name.
 
     Raises:
-        CheckpointError: as :meth:`Tokenizer.from_file`.
+        CheckpointError: as `Tokenizer.from_file`.
     """
     path = folder / "tokenizer.json"
     if not is_file(path):
@@ -202,5 +199,5 @@ def _ids(name: str, folder: Path, config: Mapping[str, Any], extras: Mapping[str
     value = extras.get(GENERATION, {}).get(name, config.get(name))
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise CheckpointError(f"{folder}: {name}={value!r}; accepted: a token id, a list of them, or null")
+        raise CheckpointError(f"{folder}: {name}: expected a token id, a list of them, or null, got {value!r}")
     return [i for i in ids if i >= 0]

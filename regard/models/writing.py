@@ -1,4 +1,4 @@
-"""Writing a model back as a folder in the Hugging Face layout."""
+"""Writing a model back as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_folder(model: Model, folder: str | Path) -> None:
     assert model.origin is not None
     origin, folder = model.origin, path_of("folder", folder)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"folder={str(folder)!r} is a file; accepted: a folder, existing or not")
+        raise ValueError(f"folder: expected a folder, existing or not, got the file {str(folder)!r}")
     layout = origin.layout
     own = model.state_dict()
     plan = layout.read(origin.config, "the model's options", lambda name: origin.parts.get(name, True))
@@ -42,7 +42,7 @@ def write_folder(model: Model, folder: str | Path) -> None:
         for row in plan.rows
     }
     dtype = next(iter(own.values())).dtype
-    tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.derived}
+    tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.computed}
     texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
     with replacing(folder) as place:
         copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}

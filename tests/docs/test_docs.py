@@ -35,3 +35,12 @@ def test_what_a_mechanism_names_in_all_is_exported_but_its_records():
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_page_on_checkpoints_names_every_family():
+    from regard.models import LAYOUTS
+
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
+    found = [name for cell in named for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(found) == sorted([*LAYOUTS, "model_type"])

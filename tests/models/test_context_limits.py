@@ -11,13 +11,13 @@ import torch
 from regard.masks import Causal
 from regard.mixers.latent import LatentSizes
 from regard.models import generate, load
-from regard.models.layouts.latent import interleaved
-from regard.models.layouts.rotary import RotaryWithinContext
+from regard.models.layouts.shared.latent import interleaved
+from regard.models.layouts.shared.rotary import RotaryWithinContext
 from regard.nn import MultiHeadAttention, MultiHeadLatentAttention, Retention
 from regard.positions import LearnedPositions, Rotary
 
 LLAMA = Path(__file__).parents[1] / "checkpoints" / "llama"
-REFUSED = r"position 3\d lies past max_position_embeddings=32|position 69 lies past max_position_embeddings=32"
+REFUSED = r"positions: expected at most 31, got 3\d|positions: expected at most 31, got 69"
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +111,16 @@ def test_every_entry_point_of_the_rotary_part():
     assert torch.equal(rotary(x, fits), plain(x, fits))
     assert torch.equal(rotary.angles(fits)[0], plain.angles(fits)[0])
     for call in (lambda p: rotary(x, p), rotary.angles, lambda p: rotary(x, p[None]), lambda p: rotary(x, p.double())):
-        with pytest.raises(ValueError, match="position 32 lies past max_position_embeddings=32"):
+        with pytest.raises(ValueError, match="positions: expected at most 31, got 32"):
             call(past)
     turned = interleaved(rotary)
-    with pytest.raises(ValueError, match="position 32 lies past"):
+    with pytest.raises(ValueError, match="positions: expected at most 31, got 32"):
         turned(x, past)
     assert rotary(x[:, :, :0], past[:0]).shape == (1, 2, 0, 8)
     grown = fits.clone()
     rotary(x, grown)
     grown += 1  # the same tensor, changed in place
-    with pytest.raises(ValueError, match="position 32 lies past"):
+    with pytest.raises(ValueError, match="positions: expected at most 31, got 32"):
         rotary(x, grown)
 
 
@@ -129,7 +129,7 @@ def test_function_transforms_see_the_limit_too():
     fits = torch.arange(12).view(3, 4)
     got = torch.vmap(rotary)(x, fits)
     assert torch.equal(got, torch.stack([rotary(a, p) for a, p in zip(x, fits, strict=True)]))
-    with pytest.raises(ValueError, match="position 35 lies past"):
+    with pytest.raises(ValueError, match="positions: expected at most 31, got 35"):
         torch.vmap(rotary)(x, fits + 24)
     where = torch.tensor([30.0], dtype=torch.float64)
     slope = torch.func.grad(lambda p: rotary(x[0, :, :, :1].double(), p).sum())(where)
@@ -139,7 +139,7 @@ def test_function_transforms_see_the_limit_too():
         warnings.simplefilter("ignore")  # jit.trace itself is deprecated, and tells of every shape it reads
         traced = torch.jit.trace(lambda p: rotary(x[0], p), (fits[0],))
     assert torch.equal(traced(fits[1]), rotary(x[0], fits[1]))
-    with pytest.raises((ValueError, RuntimeError), match="position 35 lies past"):
+    with pytest.raises((ValueError, RuntimeError), match="positions: expected at most 31, got 35"):
         traced(fits[2] + 24)
 
 
@@ -157,11 +157,11 @@ def test_function_transforms_see_the_limit_too():
 def test_layers_with_such_a_rotary_part(make):
     layer = make().eval()
     layer(torch.randn(1, 32, 16))
-    with pytest.raises(ValueError, match="position 32 lies past"):
+    with pytest.raises(ValueError, match="positions: expected at most 31, got 32"):
         layer(torch.randn(1, 33, 16))
     cache = layer.init_cache(1, 40)
     layer(torch.randn(1, 32, 16), cache=cache)
-    with pytest.raises(ValueError, match="position 32 lies past"):
+    with pytest.raises(ValueError, match="positions: expected at most 31, got 32"):
         layer(torch.randn(1, 1, 16), cache=cache)
     assert cache.length == 32
 

@@ -57,16 +57,16 @@ def shard(folder, **weight_map):
 
 
 def test_paths_that_are_no_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+    with pytest.raises(FileNotFoundError, match=r"path: expected a folder with config\.json, .*, got no file"):
         load(tmp_path / "absent")
-    refuses(tmp_path, "no config.json")
+    refuses(tmp_path, "path: expected a folder with config.json, got .*, which has none")
     (tmp_path / "weights.bin").write_bytes(b"x")
-    refuses(tmp_path / "weights.bin", "accepted: a folder with config.json, or a .gguf file")
+    refuses(tmp_path / "weights.bin", "path: expected a folder with config.json, or a .gguf file, got .*weights.bin")
 
 
 def test_pickles_are_never_opened(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refuses(folder, "no weights; accepted: model.safetensors.*pytorch_model.bin, which are never opened")
+    refuses(folder, "expected model.safetensors, .*, got pytorch_model.bin, which are never opened")
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_config_that_is_no_json_object(folder, content):
 
 def test_unknown_family(folder):
     configure(folder, model_type="unheard-of")
-    refuses(folder, "model_type='unheard-of'; accepted: bailing_hybrid, bert, bloom")
+    refuses(folder, "model_type: expected one of bailing_hybrid, bert, bloom.*, got 'unheard-of'")
     configure(folder, drop=["model_type"])
-    refuses(folder, "model_type=None")
+    refuses(folder, "model_type: expected .*, got None")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header", "length", "garbage", "empty"])
@@ -111,37 +111,37 @@ def test_shards(folder):
 @pytest.mark.parametrize("path", ["../x.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b"])
 def test_an_index_cannot_leave_its_folder(folder, path):
     shard(folder, **{"model.norm.weight": path})
-    refuses(folder, "accepted: plain file names in the folder")
+    refuses(folder, "weight_map: expected names of files in the folder, got ")
 
 
 def test_an_index_that_lies(folder):
     shard(folder, **{"model.surprise": "a.safetensors"})
     refuses(folder, r"does not say what a.safetensors holds; named but absent: \['model.surprise'\]")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
-    refuses(folder, "no weight_map")
+    refuses(folder, "weight_map: expected an object")
 
 
 OPTIONS = {
     "unknown": ({"rope_mirror": 3}, "unknown option rope_mirror=3"),
     "window": ({"sliding_window": 8}, "unknown option sliding_window=8"),
-    "activation": ({"hidden_act": "bump"}, "hidden_act='bump' is not supported; accepted: gelu"),
-    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers=-1 is not supported; accepted: a positive integer"),
-    "text": ({"hidden_size": "wide"}, "hidden_size='wide'"),
-    "flag": ({"attention_bias": "yes"}, "attention_bias='yes'"),
+    "activation": ({"hidden_act": "bump"}, "hidden_act: expected gelu.*, got 'bump'"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers: expected a positive integer.*, got -1"),
+    "text": ({"hidden_size": "wide"}, "hidden_size: expected.*, got 'wide'"),
+    "flag": ({"attention_bias": "yes"}, "attention_bias: expected.*, got 'yes'"),
     "heads": (
         {"num_key_value_heads": 3},
-        "num_key_value_heads=3 is not supported; accepted: a divisor of num_attention_heads=4",
+        "num_key_value_heads: expected a divisor of num_attention_heads=4.*, got 3",
     ),
     "rope": (
-        {"rope_parameters": {"rope_type": "longrope"}},
-        "rope_type='longrope' is not supported; accepted: default",
+        {"rope_parameters": {"rope_type": "su"}},
+        "rope_type: expected default, .*, got 'su'",
     ),
     "rope option": ({"rope_parameters": {"rope_type": "default", "twist": 2}}, "unknown option twist=2"),
     "rope factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
-    "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    "partial": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: expected.*, got 0.5"),
     "quantised": ({"quantization_config": {"bits": 4}}, "unknown option quantization_config"),
-    "eos": ({"eos_token_id": "end"}, "eos_token_id='end'"),
-    "dtype": ({"dtype": "int8"}, "dtype='int8'"),
+    "eos": ({"eos_token_id": "end"}, "eos_token_id: expected.*, got 'end'"),
+    "dtype": ({"dtype": "int8"}, "dtype: expected.*, got 'int8'"),
     "layers": ({"num_hidden_layers": 4}, "missing tensors: model.layers.3.input_layernorm.weight"),
     "shape": ({"intermediate_size": 47}, r"model.layers.0.mlp.gate_proj.weight is \(48, 32\), expected \(47, 32\)"),
 }
@@ -256,13 +256,13 @@ def test_a_file_that_cannot_be_opened_is_named(folder, monkeypatch):
 
 
 def test_without_a_tokenizer_texts_are_refused(folder):
-    with pytest.raises(ValueError, match=r"no tokenizer: the folder has no tokenizer\.json; accepted: token ids"):
+    with pytest.raises(ValueError, match=r"no tokenizer: the folder has no tokenizer\.json; pass token ids"):
         load(folder).tokenizer  # noqa: B018
 
 
 def test_saving_leaves_nothing_half_written(folder, tmp_path, monkeypatch):
     model = load(folder)
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="folder: expected a folder, existing or not, got the file"):
         save(model, folder / "config.json")
     target = tmp_path / "target"
     model.save(target)
@@ -328,7 +328,7 @@ def test_what_a_killed_save_left_is_removed(folder):
 def test_saving_a_model_of_no_known_layout(folder):
     model = load(folder)
     model.origin = None
-    with pytest.raises(CheckpointError, match="no origin"):
+    with pytest.raises(CheckpointError, match="model: expected a loaded one, got one without an origin"):
         model.save(folder)
     model.origin = Origin(LAYOUTS["falcon"], {"num_hidden_layers": 1})
     with pytest.raises(CheckpointError, match="do not fit the layout 'falcon'"):
@@ -434,16 +434,19 @@ def test_gguf_is_the_same_llama(tmp_path, tensors):
 def test_gguf_cut_short(tmp_path, tensors, cut):
     path = gguf(tmp_path / "m.gguf", METADATA, tensors)
     path.write_bytes(path.read_bytes()[:cut])
-    refuses(path, "m.gguf: (ends too early|is empty|begins with)")
+    refuses(path, "m.gguf: (ends too early|expected a GGUF file)")
 
 
 def test_gguf_of_other_kinds(tmp_path, tensors):
     path = tmp_path / "m.gguf"
-    refuses(gguf(path, METADATA, tensors, magic=b"GGML"), "begins with b'GGML'; accepted: a GGUF file")
-    refuses(gguf(path, METADATA, tensors, version=1), "GGUF version 1; accepted: 2 or 3")
+    refuses(gguf(path, METADATA, tensors, magic=b"GGML"), "expected a GGUF file, .*, got b'GGML'")
+    refuses(gguf(path, METADATA, tensors, version=1), "version: expected 2 or 3, little endian, got 1")
     refuses(gguf(path, METADATA, tensors, kind=77), "unknown quantisation 77")
-    refuses(gguf(path, {**METADATA, "general.architecture": "mamba"}, tensors), "'mamba'; accepted: llama")
-    refuses(gguf(path, {**METADATA, "llama.expert_count": 8}, tensors), "expert_count=8")
+    refuses(
+        gguf(path, {**METADATA, "general.architecture": "mamba"}, tensors),
+        "architecture: expected llama, got",
+    )
+    refuses(gguf(path, {**METADATA, "llama.expert_count": 8}, tensors), "expert_count: expected .*, got 8")
     refuses(gguf(path, {**METADATA, "llama.odd": 1}, tensors), "unknown option odd=1")
     refuses(gguf(path, METADATA, {**tensors, "rope_freqs.weight": torch.ones(4)}), "unused tensors: rope_freqs.weight")
     del tensors["blk.1.ffn_up.weight"]
@@ -478,8 +481,11 @@ def test_gguf_tokenizers(tmp_path):
     assert tokenizer.decode([0, 3, 4, 2]) == "ab b"
     assert tokenizer.bos_id == 0
     for changes, reason in (
-        ({"tokenizer.ggml.model": "llama"}, "of the kind 'llama'; accepted: 'gpt2'"),
-        ({"tokenizer.ggml.pre": "unheard-of"}, "splits words by 'unheard-of'; accepted: gpt-2, smollm"),
+        (
+            {"tokenizer.ggml.model": "llama"},
+            "with tokens and merges, got 'llama'",
+        ),
+        ({"tokenizer.ggml.pre": "unheard-of"}, "pre: expected gpt-2 or smollm, got 'unheard-of'"),
         ({"tokenizer.ggml.merges": ["ab"]}, "merges are not pairs"),
     ):
         assert reason in Tokenizer.from_gguf({**metadata, **changes})

@@ -20,6 +20,11 @@ from regard.models.layouts.kimi_linear import KIMI_LINEAR
 from regard.models.layouts.llama import LLAMA, MISTRAL
 from regard.models.layouts.mamba2 import MAMBA2
 from regard.models.layouts.minimax import MINIMAX
+from regard.models.layouts.mixtral import MIXTRAL
+from regard.models.layouts.olmo2 import OLMO2
+from regard.models.layouts.phi3 import PHI3
+from regard.models.layouts.qwen2 import QWEN2
+from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
 
@@ -43,6 +48,11 @@ LAYOUTS: dict[str, Layout] = {
         MAMBA2,
         MINIMAX,
         MISTRAL,
+        MIXTRAL,
+        OLMO2,
+        PHI3,
+        QWEN2,
+        QWEN3,
         QWEN3_NEXT,
         RECURRENT_GEMMA,
     )
@@ -55,5 +65,5 @@ def layout_of(config: Mapping[str, Any], source: str) -> Layout:
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         known = ", ".join(sorted(LAYOUTS))
-        raise CheckpointError(f"{source}: model_type={config.get('model_type')!r}; accepted: {known}")
+        raise CheckpointError(f"{source}: model_type: expected one of {known}, got {config.get('model_type')!r}")
     return layout

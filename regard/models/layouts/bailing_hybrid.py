@@ -5,35 +5,36 @@ Options, names and wiring are those of the release in transformers; the mechanis
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from regard.mixers.parts import RMSNorm
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.deepseek_v3 import SEVERAL
-from regard.models.layouts.kimi_linear import KINDS, SYNONYMS, Delta, experts_of, feedforward_kinds
-from regard.models.layouts.latent import interleaved, read_latent
-from regard.models.layouts.rotary import rotary_from_config
-from regard.models.layouts.stacks import Dense, Experts, Part, Stack, from_zero, kinds_of, layers_of, silu_of
-from regard.models.tables import Ignored, same
+from regard.models.layouts.shared.kimi import KINDS, SYNONYMS, KimiDeltaPart, feedforward_kinds, read_kimi_routing
+from regard.models.layouts.shared.latent import interleaved, read_latent
+from regard.models.layouts.shared.options import from_zero, kinds_of, read_eps, silu_only
+from regard.models.layouts.shared.parts import ExpertsPart, GatedPart
+from regard.models.layouts.shared.rotary import rotary_from_config
+from regard.models.layouts.shared.rows import SEVERAL_AHEAD
+from regard.models.layouts.shared.stacks import Names, Stack, layers_of
+from regard.models.tables import Ignored
 from regard.nn import KDAGates
 
 __all__ = ["BAILING_HYBRID"]
 
 
-def _bailing_hybrid(c: Config, has: Callable[[str], bool]) -> Plan:
+def _bailing_hybrid(c: Config) -> Plan:
     dim, heads, layers = (
         c.count("hidden_size", 2560),
         c.count("num_attention_heads", 32),
         c.count("num_hidden_layers", 42),
     )
     c.only("tie_word_embeddings", (False, None))
-    act, eps = silu_of(c), c.number("rms_norm_eps", 1e-6, least=0.0)
+    act, eps = silu_only(c), read_eps(c)
     low, bounded = c.number("kda_lower_bound", -5.0), c.flag("kda_safe_gate", True)
     if bounded and low >= 0:
         raise c.error("kda_lower_bound", low, "a number below 0 (nats per token) with kda_safe_gate")
-    delta = Delta(
+    delta = KimiDeltaPart(
         dim,
         c.count("linear_num_heads", heads),
         c.count("linear_head_dim", c.count("head_dim", 128)),
@@ -44,25 +45,21 @@ def _bailing_hybrid(c: Config, has: Callable[[str], bool]) -> Plan:
     latent = read_latent(c, dim=dim, heads=heads, gate="head", rotary=rotary)
     if latent.sizes.q_rank is not None:
         raise c.error("q_lora_rank", latent.sizes.q_rank, "null: this family's queries are not compressed")
-    attention, mlp = "model.layers.{i}.attention", "model.layers.{i}.mlp"
-    rate = same({f"{attention}.A_log": "layers.{i}.mixer.A_log"})
-    mixers: dict[str, Part] = {
-        "linear_attention": (delta, delta.rows(attention, out="dense") + rate),
-        "full_attention": (latent, latent.rows(attention, out="dense")),
+    attention = "model.layers.{i}.attention"
+    mixers = {
+        "linear_attention": delta.part(attention, out="dense"),
+        "full_attention": latent.part(attention, out="dense"),
     }
-    dense = Dense(dim, c.count("intermediate_size", 6144), act)
+    dense = GatedPart(dim, c.count("intermediate_size", 6144), act)
     width = c.count("moe_intermediate_size", 768)
-    routing = experts_of(c, 512, factor=2.5, groups=8, open_groups=4)
-    experts = Experts(dim, width, act, routing, width * from_zero(c, "num_shared_experts", 1))
-    ffs: dict[str, Part] = {
-        "dense": (dense, dense.rows(mlp)),
-        "sparse": (experts, experts.rows(mlp, correction="gate.expert_bias")),
-    }
+    routing = read_kimi_routing(c, 512, factor=2.5, groups=8, open_groups=4)
+    experts = ExpertsPart(dim, width, act, routing, width * from_zero(c, "num_shared_experts", 1))
+    ffs = {"dense": dense.part(), "sparse": experts.part(correction="gate.expert_bias")}
     size = c.count("layer_group_size", 6)
     types = kinds_of(c, "layer_types", layers, KINDS, lambda i: KINDS[(i + 1) % size == 0])
     parts = layers_of(mixers, types, ffs, feedforward_kinds(c, layers, 2))
-    stack = Stack(c.count("vocab_size", 157184), dim, partial(RMSNorm, dim, eps), parts)
-    return stack.plan(("input_layernorm", "post_attention_layernorm"), table="model.word_embeddings.weight")
+    names = Names(tokens="model.word_embeddings")
+    return Stack(c.count("vocab_size", 157184), dim, partial(RMSNorm, dim, eps), parts, names).plan(tied=False)
 
 
 BAILING_HYBRID = Layout(
@@ -70,7 +67,7 @@ BAILING_HYBRID = Layout(
     "BailingHybridForCausalLM",
     _bailing_hybrid,
     prefix="model.",
-    ignored=(Ignored("model.layers.42.*", SEVERAL),),
+    ignored=(Ignored("model.layers.42.*", SEVERAL_AHEAD),),
     synonyms=SYNONYMS | {"num_mtp_layers": "num_nextn_predict_layers"},
     inert=frozenset({"model_max_length", "mtp_loss_scaling_factor", "num_nextn_predict_layers", "qk_head_dim"}),
     wide=("*.mixer.A_log", "*.mixer.dt_bias", "*.mixer.conv.weight"),

@@ -13,7 +13,7 @@ import torch
 
 from regard.models.config import SIZE, Config, naming
 from regard.models.model import Model
-from regard.models.tables import Derived, Ignored, Row
+from regard.models.tables import ComputedTensor, Ignored, Row
 from regard.models.writing import write_folder
 
 __all__ = ["Layout", "Plan"]
@@ -28,13 +28,13 @@ class Plan:
         rows: the tensors that the file must hold.
         tied: names in the file for the table that embedding and head share; empty where they are two tensors. The first
             name is the one that is written.
-        derived: tensors that the file may hold besides, which follow from the options.
+        computed: tensors that the file may hold besides, which follow from the options.
     """
 
     make: Callable[[], Model]
     rows: list[Row]
     tied: tuple[str, ...] = ()
-    derived: tuple[Derived, ...] = ()
+    computed: tuple[ComputedTensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class Layout:
     Args:
         model_type: what ``config.json`` calls it.
         architecture: the class that other software loads a saved folder with.
-        plan: from the options to a :class:`Plan`. The second argument tells whether a tensor of that name is in the
-            file, for the few parts that are there or not without an option saying so.
+        plan: from the options to a `Plan`.
         prefix: leads the names of a file with a head, and is absent from one that was saved without it.
         headless: whether a folder is written without head and prefix.
         spellings: older endings of tensor names, each with the present one.
@@ -58,7 +57,7 @@ class Layout:
 
     model_type: str
     architecture: str
-    plan: Callable[[Config, Callable[[str], bool]], Plan]
+    plan: Callable[[Config], Plan]
     prefix: str = ""
     headless: bool = False
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -86,6 +85,7 @@ class Layout:
 
         Args:
             source: the file that holds the options, as errors name it.
+            has: whether the file has a tensor of that name, where no option says whether a part is there.
             shapes: of the tensors that there are; they bound the counts that the options may state. ``None``: no bound.
             most: bounds on counts where there are no tensors.
 
@@ -94,8 +94,8 @@ class Layout:
                 ``make``, where options do not fit together.
         """
         with naming(source):
-            options = Config(config, source, self.synonyms, most if shapes is None else bounds(shapes))
-            plan = self.plan(options, has)
+            options = Config(config, source, self.synonyms, most if shapes is None else bounds(shapes), has)
+            plan = self.plan(options)
             options.close(self.inert)
         return replace(plan, make=partial(_made, plan.make, source))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +13,30 @@ from regard.models.config import Config
 from regard.models.encoder import Encoder, FirstTokenPooler
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.bloom import both
-from regard.models.tables import Ignored, expand, same
+from regard.models.layouts.shared.options import read_eps
+from regard.models.layouts.shared.rows import BOTH, module_rows
+from regard.models.tables import Ignored, per_layer
 from regard.nn import MultiHeadAttention
 from regard.positions import LearnedPositions
 
 __all__ = ["BERT"]
+
+OUTER = {
+    "bert.embeddings.word_embeddings": "embedding.tokens",
+    "bert.embeddings.position_embeddings": "embedding.places",
+    "bert.embeddings.token_type_embeddings": "embedding.types",
+}
+LAYER = "bert.encoder.layer.{i}"
+LAYERS = {
+    "attention.self.query": "mixer.q_proj",
+    "attention.self.key": "mixer.k_proj",
+    "attention.self.value": "mixer.v_proj",
+    "attention.output.dense": "mixer.o_proj",
+    "attention.output.LayerNorm": "mixer_norm",
+    "intermediate.dense": "ff.up_proj",
+    "output.dense": "ff.down_proj",
+    "output.LayerNorm": "ff_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class _Parts:
         return Encoder(embedding, [self.layer] * self.layers, pooler=FirstTokenPooler(self.dim) if pooler else None)
 
 
-def _bert(c: Config, has: Callable[[str], bool]) -> Plan:
+def _bert(c: Config) -> Plan:
     dim, heads, layers = (
         c.count("hidden_size", 768),
         c.count("num_attention_heads", 12),
@@ -73,36 +90,17 @@ def _bert(c: Config, has: Callable[[str], bool]) -> Plan:
         heads=heads,
         hidden=c.count("intermediate_size", 3072),
         act=c.name("hidden_act", "gelu", ACTIVATIONS),
-        eps=c.number("layer_norm_eps", 1e-12, least=0.0),
+        eps=read_eps(c, 1e-12, "layer_norm_eps"),
         places=c.count("max_position_embeddings", 512),
         types=c.count("type_vocab_size", 2),
         scores=Scores(dropout=c.dropout("attention_probs_dropout_prob", 0.1)),
         dropout=c.dropout("hidden_dropout_prob", 0.1),
     )
-    layer, own = "bert.encoder.layer.{i}", "layers.{i}"
-    per_layer = both(
-        {
-            f"{layer}.attention.self.query": f"{own}.mixer.q_proj",
-            f"{layer}.attention.self.key": f"{own}.mixer.k_proj",
-            f"{layer}.attention.self.value": f"{own}.mixer.v_proj",
-            f"{layer}.attention.output.dense": f"{own}.mixer.o_proj",
-            f"{layer}.attention.output.LayerNorm": f"{own}.mixer_norm",
-            f"{layer}.intermediate.dense": f"{own}.ff.up_proj",
-            f"{layer}.output.dense": f"{own}.ff.down_proj",
-            f"{layer}.output.LayerNorm": f"{own}.ff_norm",
-        }
-    )
-    rows = same(
-        {
-            "bert.embeddings.word_embeddings.weight": "embedding.tokens.weight",
-            "bert.embeddings.position_embeddings.weight": "embedding.places.weight",
-            "bert.embeddings.token_type_embeddings.weight": "embedding.types.weight",
-        }
-    )
-    rows += both({"bert.embeddings.LayerNorm": "embedding.norm"})
-    pooler = has("bert.pooler.dense.weight")
-    rows += both({"bert.pooler.dense": "pooler.dense"}) if pooler else []
-    rows += [row for i in range(layers) for row in expand(per_layer, i)]
+    rows = module_rows(OUTER) + module_rows({"bert.embeddings.LayerNorm": "embedding.norm"}, BOTH)
+    pooler = c.holds("bert.pooler.dense.weight")
+    rows += module_rows({"bert.pooler.dense": "pooler.dense"} if pooler else {}, BOTH)
+    table = module_rows({f"{LAYER}.{theirs}": f"layers.{{i}}.{ours}" for theirs, ours in LAYERS.items()}, BOTH)
+    rows += [row for i in range(layers) for row in per_layer(table, i)]
     return Plan(partial(parts.encoder, pooler), rows)
 
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.deepseek_v2 import TRAINING, deepseek_plan
-from regard.models.layouts.latent import FOLLOWING, interleaved, read_latent
-from regard.models.layouts.llama import ROTARY_BUFFER
-from regard.models.layouts.rotary import rotary_from_config
-from regard.models.layouts.stacks import routing_of
+from regard.models.layouts.shared.deepseek import TRAINING, deepseek_plan
+from regard.models.layouts.shared.latent import FOLLOWING, interleaved, read_latent
+from regard.models.layouts.shared.options import read_routing
+from regard.models.layouts.shared.rotary import rotary_from_config
+from regard.models.layouts.shared.rows import ROTARY_BUFFER, SEVERAL_AHEAD
 from regard.models.tables import Ignored
 
-__all__ = ["DEEPSEEK_V3", "KIMI_K2", "SEVERAL"]
-
-SEVERAL = "a module that predicts several tokens ahead; this decoder predicts the next one"
+__all__ = ["DEEPSEEK_V3", "KIMI_K2"]
 
 
-def _deepseek_v3(c: Config, has: Callable[[str], bool]) -> Plan:
+def _deepseek_v3(c: Config) -> Plan:
     dim, heads = c.count("hidden_size", 7168), c.count("num_attention_heads", 128)
     rotary = rotary_from_config(c, c.count("qk_rope_head_dim", 64))
     rotary = interleaved(rotary) if c.flag("rope_interleave", True) else rotary
     latent = read_latent(c, dim=dim, heads=heads, q_rank=1536, rotary=rotary)
     c.only("scoring_func", ("sigmoid", None))
     c.only("topk_method", ("noaux_tc", None))
-    routing = routing_of(
+    routing = read_routing(
         c,
         "n_routed_experts",
         256,
@@ -46,7 +43,7 @@ DEEPSEEK_V3 = Layout(
     "DeepseekV3ForCausalLM",
     _deepseek_v3,
     prefix="model.",
-    ignored=(ROTARY_BUFFER, Ignored("model.layers.61.*", SEVERAL)),
+    ignored=(ROTARY_BUFFER, Ignored("model.layers.61.*", SEVERAL_AHEAD)),
     synonyms={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     inert=FOLLOWING | TRAINING | {"num_nextn_predict_layers"},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,19 +12,17 @@ from torch import Tensor, nn
 from regard.biases import Bias, alibi_slopes
 from regard.checks import pick
 from regard.coordinates import TileIndices
-from regard.masks import Causal
 from regard.mixers.parts import Projections, Scores
-from regard.models.blocks import Embedding, Parallel, PreNorm
+from regard.models.blocks import Parallel, PreNorm
 from regard.models.config import Config
-from regard.models.decoder import Decoder
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.bloom import BOTH, TIED, both
-from regard.models.layouts.llama import ROTARY_BUFFER
-from regard.models.layouts.rotary import rotary_from_config
-from regard.models.tables import FusedQKV, expand, fused, same
-from regard.nn import MultiHeadAttention
-from regard.positions import Rotary
+from regard.models.layouts.shared.options import Sizes, read_eps
+from regard.models.layouts.shared.parts import AttentionPart, Part
+from regard.models.layouts.shared.rotary import rotary_from_config
+from regard.models.layouts.shared.rows import BOTH, FF, MIXER, ROTARY_BUFFER, kinds, module_rows
+from regard.models.layouts.shared.stacks import PRE_NORM, Layer, Names, Stack, Wiring
+from regard.models.tables import FusedQKV, fused_rows
 
 __all__ = ["FALCON", "RoundedAlibi"]
 
@@ -60,73 +58,36 @@ class RoundedAlibi(Bias):
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         if heads != self.head_count():
-            raise ValueError(f"RoundedAlibi.slopes: {self.head_count()} slopes; accepted: {heads}, one a query head")
+            raise ValueError(f"slopes: expected {heads}, one a query head, got {self.head_count()}")
 
     def head_count(self) -> int:
         return self.slopes.shape[0]
 
 
-@dataclass(frozen=True)
-class _Parts:
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    act: str
-    eps: float
-    linear_bias: bool
-    scores: Scores
-    rotary: Rotary | None
-    bias: Bias | None
-    mixer_dropout: float
-    ff_dropout: float
-
-    def norm(self) -> nn.LayerNorm:
-        return nn.LayerNorm(self.dim, self.eps)
-
-    def layer(self, norms: int, i: int) -> nn.Module:
-        """A layer with one norm (parallel), two (parallel, one each), or none named here (sequential)."""
-        mixer = MultiHeadAttention(
-            self.dim,
-            self.heads,
-            kv_heads=self.kv_heads,
-            projections=Projections(bias=self.linear_bias),
-            scores=self.scores,
-            mask=Causal(),
-            bias=self.bias,
-            rotary=self.rotary,
-        )
-        ff = MLP(self.dim, self.hidden, activation(self.act), bias=self.linear_bias)
-        if not norms:
-            dropout = {"mixer_dropout": self.mixer_dropout, "ff_dropout": self.ff_dropout}
-            return PreNorm(mixer, ff, self.norm(), self.norm(), **dropout)
-        return Parallel(mixer, ff, self.norm(), self.norm() if norms == 2 else None, ff_dropout=self.ff_dropout)
-
-    def decoder(self, norms: int, tied: bool) -> Decoder:
-        head = None if tied else nn.Linear(self.dim, self.vocab, bias=False)
-        embedding = Embedding(nn.Embedding(self.vocab, self.dim))
-        return Decoder(embedding, [partial(self.layer, norms)] * self.layers, self.norm(), head)
+LAYER = "transformer.h.{i}"
 
 
-def _norms(c: Config, new: bool) -> tuple[int, dict[str, str]]:
-    """How many norms a parallel block has (0 where it is sequential), and their names in the file."""
+def _mlp(dim: int, hidden: int, act: str, bias: bool) -> nn.Module:
+    return MLP(dim, hidden, activation(act), bias=bias)
+
+
+def _wiring(c: Config, new: bool, mixer_dropout: float, ff_dropout: float) -> Wiring:
+    """Parallel blocks with one norm, or two, or sequential ones."""
     count = c.get("num_ln_in_parallel_attn")
     if count not in (None, 1, 2):
         raise c.error("num_ln_in_parallel_attn", count, "1, 2 or null")
     if not c.flag("parallel_attn", True):
         if new:
             raise c.error("parallel_attn", False, "true with new_decoder_architecture")
-        return 0, {"input_layernorm": "mixer_norm", "post_attention_layernorm": "ff_norm"}
+        return Wiring(partial(PreNorm, mixer_dropout=mixer_dropout, ff_dropout=ff_dropout), PRE_NORM.norms)
     if count == 2 and not new:
         raise c.error("num_ln_in_parallel_attn", count, "1 or null without new_decoder_architecture")
-    if new and count in (None, 2):
-        return 2, {"ln_attn": "norm", "ln_mlp": "ff_norm"}
-    return 1, {"input_layernorm": "norm"}
+    two = new and count in (None, 2)
+    norms = {"ln_attn": "norm", "ln_mlp": "ff_norm"} if two else {"input_layernorm": "norm"}
+    return Wiring(partial(Parallel, ff_dropout=ff_dropout), norms)
 
 
-def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
+def _falcon(c: Config) -> Plan:
     dim, heads, layers = (
         c.count("hidden_size", 4544),
         c.count("num_attention_heads", 71),
@@ -140,43 +101,29 @@ def _falcon(c: Config, has: Callable[[str], bool]) -> Plan:
     kv_heads = stated if new else 1 if multi_query else heads
     if heads % kv_heads or (stated != heads and not new and not multi_query):
         raise c.error("num_kv_heads", stated, f"{heads} (one a head)" if not new else f"a divisor of {heads} heads")
-    norms, norm_names = _norms(c, new)
-    alibi, tied, bias = c.flag("alibi", False), c.flag("tie_word_embeddings", True), c.flag("bias", False)
+    alibi, bias = c.flag("alibi", False), c.flag("bias", False)
     for name in ("rope_parameters", "rope_scaling", "rope_theta") if alibi else ():
         c.get(name)  # stated even where ALiBi takes their place
     dropout = c.dropout("attention_dropout")
-    parts = _Parts(
-        vocab=c.count("vocab_size", 65024),
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        hidden=c.count("ffn_hidden_size", 4 * dim),
-        act=c.name("activation", "gelu", ACTIVATIONS),
-        eps=c.number("layer_norm_epsilon", 1e-5, least=0.0),
-        linear_bias=bias,
+    attention = AttentionPart(
+        Sizes(c.count("vocab_size", 65024), dim, layers, heads, kv_heads, head_dim),
+        Projections(bias=bias),
         # attention_dropout acts on the weights with ALiBi only, and behind the attention of sequential blocks
-        scores=Scores(dropout=dropout if alibi else 0.0),
-        rotary=None if alibi else rotary_from_config(c, head_dim),
+        Scores(dropout=dropout if alibi else 0.0),
         bias=RoundedAlibi(alibi_slopes(heads), head_dim**-0.5) if alibi else None,
-        mixer_dropout=dropout,
-        ff_dropout=c.dropout("hidden_dropout"),
+        rotary=None if alibi else rotary_from_config(c, head_dim),
     )
-    kinds = BOTH if bias else ("weight",)
-    layer, own = "transformer.h.{i}", "layers.{i}"
     qkv = FusedQKV(heads, kv_heads, head_dim, groups=kv_heads)
-    per_layer = fused(f"{layer}.self_attention.query_key_value", f"{own}.mixer.*_proj", kinds, qkv)
-    linear = {
-        "self_attention.dense": "mixer.o_proj",
-        "mlp.dense_h_to_4h": "ff.up_proj",
-        "mlp.dense_4h_to_h": "ff.down_proj",
-    }
-    per_layer += both({f"{layer}.{a}": f"{own}.{b}" for a, b in linear.items()}, kinds)
-    per_layer += both({f"{layer}.{a}": f"{own}.{b}" for a, b in norm_names.items()})
-    rows = both({"transformer.ln_f": "norm"}) + same({"transformer.word_embeddings.weight": "embedding.tokens.weight"})
-    rows += [] if tied else same({"lm_head.weight": "head.weight"})
-    rows += [row for i in range(layers) for row in expand(per_layer, i)]
-    return Plan(partial(parts.decoder, norms, tied), rows, TIED if tied else ())
+    mixer_rows = fused_rows(f"{LAYER}.self_attention.query_key_value", f"{MIXER}.*_proj", kinds(bias), qkv)
+    mixer_rows += module_rows({f"{LAYER}.self_attention.dense": f"{MIXER}.o_proj"}, kinds(bias))
+    mlp = {f"{LAYER}.mlp.dense_h_to_4h": f"{FF}.up_proj", f"{LAYER}.mlp.dense_4h_to_h": f"{FF}.down_proj"}
+    hidden, act = c.count("ffn_hidden_size", 4 * dim), c.name("activation", "gelu", ACTIVATIONS)
+    ff = Part(partial(_mlp, dim, hidden, act, bias), module_rows(mlp, kinds(bias)))
+    layer = Layer(Part(attention, mixer_rows), ff, _wiring(c, new, dropout, c.dropout("hidden_dropout")))
+    norm = partial(nn.LayerNorm, dim, read_eps(c, 1e-5, "layer_norm_epsilon"))
+    names = Names(LAYER, "transformer.word_embeddings", "transformer.ln_f", norm_tensors=BOTH)
+    stack = Stack(attention.sizes.vocab, dim, norm, [layer] * layers, names)
+    return stack.plan(tied=c.flag("tie_word_embeddings", True))
 
 
 FALCON = Layout(

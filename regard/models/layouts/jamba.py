@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from regard.masks import Causal
-from regard.mixers.parts import MambaConfig, RMSNorm, Scores
+from regard.mixers.parts import MambaConfig, RMSNorm
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.llama import Shape, attention_rows, read_shape
-from regard.models.layouts.stacks import Dense, Experts, Part, Stack, from_zero, layers_of, routing_of, silu_of
-from regard.models.tables import Row, Squeezed, same
-from regard.nn import Mamba, MultiHeadAttention
+from regard.models.layouts.shared.options import from_zero, read_eps, read_routing, read_sizes, silu_only
+from regard.models.layouts.shared.parts import AttentionPart, ExpertsPart, GatedPart, Part, read_scores
+from regard.models.layouts.shared.rows import MIXER, kinds
+from regard.models.layouts.shared.stacks import PRE_NORM, Layer, Names, Wiring, rms_decoder
+from regard.models.tables import Row, Squeezed, one_to_one
+from regard.nn import Mamba
 
 __all__ = ["JAMBA"]
 
-
-@dataclass(frozen=True)
-class _Attention:
-    shape: Shape
-    scores: Scores
-
-    def __call__(self) -> nn.Module:
-        s = self.shape
-        return MultiHeadAttention(
-            s.dim, s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, scores=self.scores, mask=Causal()
-        )
+NORMED = {"dt": "dt", "b": "B", "c": "C"}
+WIRING = Wiring(PRE_NORM.block, {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "ff_norm"})
 
 
 @dataclass(frozen=True)
@@ -45,18 +36,14 @@ class _Mamba:
         norm = partial(RMSNorm, eps=self.eps)
         return Mamba(self.dim, width=self.width, state_dim=self.state, rank=self.rank, norm=norm, shell=self.shell)
 
-    def rows(self, stored: str, own: str = "layers.{i}.mixer") -> list[Row]:
-        """Its table."""
-        kinds = ("weight", "bias") if self.shell.bias else ("weight",)
+    def part(self, stored: str = "model.layers.{i}.mamba") -> Part:
+        """With its table."""
         names = {name: name for name in ("A_log", "D", "x_proj.weight", "dt_proj.weight", "dt_proj.bias")}
         names |= {f"{theirs}_layernorm.weight": f"{ours}_norm.weight" for theirs, ours in NORMED.items()}
-        names |= {f"{name}_proj.{k}": f"{name}_proj.{k}" for name in ("in", "out") for k in kinds}
+        names |= {f"{name}_proj.{k}": f"{name}_proj.{k}" for name in ("in", "out") for k in kinds(self.shell.bias)}
         names |= {"conv1d.bias": "conv.bias"} if self.shell.conv_bias else {}
-        rows = same({f"{stored}.{theirs}": f"{own}.{ours}" for theirs, ours in names.items()})
-        return [*rows, Row(f"{stored}.conv1d.weight", (f"{own}.conv.weight",), Squeezed(1))]
-
-
-NORMED = {"dt": "dt", "b": "B", "c": "C"}
+        rows = one_to_one({f"{stored}.{theirs}": f"{MIXER}.{ours}" for theirs, ours in names.items()})
+        return Part(self, [*rows, Row(f"{stored}.conv1d.weight", (f"{MIXER}.conv.weight",), Squeezed(1))])
 
 
 def _mamba(c: Config, dim: int, eps: float) -> _Mamba:
@@ -70,7 +57,7 @@ def _mamba(c: Config, dim: int, eps: float) -> _Mamba:
     return _Mamba(dim, c.count("mamba_expand", 2) * dim, c.count("mamba_d_state", 16), rank, eps, shell)
 
 
-def _every(c: Config, what: str, layers: int, period: int, offset: int, kinds: tuple[str, str]) -> list[str]:
+def _every(c: Config, what: str, layers: int, period: int, offset: int, kinds: tuple[Part, Part]) -> list[Part]:
     """One layer of every so many is of the second kind."""
     period, offset = c.count(f"{what}_layer_period", period), from_zero(c, f"{what}_layer_offset", offset)
     if offset >= period:
@@ -78,25 +65,19 @@ def _every(c: Config, what: str, layers: int, period: int, offset: int, kinds: t
     return [kinds[i % period == offset] for i in range(layers)]
 
 
-def _jamba(c: Config, has: Callable[[str], bool]) -> Plan:
-    s = read_shape(c, vocab=65536, dim=4096, layers=32, heads=32, kv_heads=8, head_dim=None)
-    act, eps = silu_of(c), c.number("rms_norm_eps", 1e-6, least=0.0)
-    attention, mamba = _Attention(s, Scores(dropout=c.dropout("attention_dropout"))), _mamba(c, s.dim, eps)
-    mixers: dict[str, Part] = {
-        "attention": (attention, attention_rows(bias=False)),
-        "mamba": (mamba, mamba.rows("model.layers.{i}.mamba")),
-    }
+def _jamba(c: Config) -> Plan:
+    sizes = read_sizes(c, vocab=65536, dim=4096, layers=32, heads=32, kv_heads=8)
+    act, eps = silu_only(c), read_eps(c)
+    attention, mamba = AttentionPart(sizes, scores=read_scores(c)), _mamba(c, sizes.dim, eps)
     stored, hidden = "model.layers.{i}.feed_forward", c.count("intermediate_size", 14336)
-    dense = Dense(s.dim, hidden, act)
-    ffs: dict[str, Part] = dict.fromkeys(("dense", "sparse"), (dense, dense.rows(stored)))  # one expert is no choice
+    dense = sparse = GatedPart(sizes.dim, hidden, act).part(stored)  # one expert is no choice
     if c.count("num_experts", 16) > 1:
-        moe = Experts(s.dim, hidden, act, routing_of(c, "num_experts", 16, 2))
-        ffs["sparse"] = moe, moe.rows(stored, router="router")
-    kinds = _every(c, "attn", s.layers, 8, 4, ("mamba", "attention"))
-    parts = layers_of(mixers, kinds, ffs, _every(c, "expert", s.layers, 2, 1, ("dense", "sparse")))
-    stack = Stack(s.vocab, s.dim, partial(RMSNorm, s.dim, eps), parts)
-    tied = c.flag("tie_word_embeddings", False)
-    return stack.plan(("input_layernorm", "pre_ff_layernorm"), tied=tied, last="model.final_layernorm.weight")
+        experts = ExpertsPart(sizes.dim, hidden, act, read_routing(c, "num_experts", 16, 2))
+        sparse = experts.part(stored, router="router")
+    mixers = _every(c, "attn", sizes.layers, 8, 4, (mamba.part(), attention.part()))
+    ffs = _every(c, "expert", sizes.layers, 2, 1, (dense, sparse))
+    layers = [Layer(mixer, ff, WIRING) for mixer, ff in zip(mixers, ffs, strict=True)]
+    return rms_decoder(c, sizes, eps, layers, names=Names(norm="model.final_layernorm"))
 
 
 JAMBA = Layout(

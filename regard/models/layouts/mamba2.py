@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.mixers.parts import MambaConfig, RMSNorm
-from regard.models.blocks import Embedding, MixerOnly
+from regard.models.blocks import MixerOnly
 from regard.models.config import Config
-from regard.models.decoder import Decoder
 from regard.models.layouts.base import Layout, Plan
-from regard.models.tables import Row, Squeezed, expand, same
+from regard.models.layouts.shared.options import read_eps
+from regard.models.layouts.shared.parts import Part
+from regard.models.layouts.shared.rows import MIXER, kinds
+from regard.models.layouts.shared.stacks import Layer, Names, Stack, Wiring
+from regard.models.tables import Row, Squeezed, one_to_one
 from regard.nn import Mamba2
 
 __all__ = ["MAMBA2"]
 
-TIED = ("backbone.embeddings.weight", "lm_head.weight")
+NAMES = Names("backbone.layers.{i}", "backbone.embeddings", "backbone.norm_f")
+STORED = "backbone.layers.{i}.mixer"
 
 
 class _LastNorm(RMSNorm):
@@ -28,22 +30,6 @@ class _LastNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(self.weight.dtype)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    dim: int
-    eps: float
-    wide: bool
-    mixer: Callable[[], nn.Module]
-
-    def layer(self, i: int) -> nn.Module:
-        return MixerOnly(self.mixer(), RMSNorm(self.dim, self.eps), wide=self.wide)
-
-    def decoder(self, vocab: int, layers: int, tied: bool) -> Decoder:
-        head = None if tied else nn.Linear(self.dim, vocab, bias=False)
-        table = nn.Embedding(vocab, self.dim)
-        return Decoder(Embedding(table), [self.layer] * layers, _LastNorm(self.dim, self.eps), head)
 
 
 def _limits(c: Config) -> tuple[float, float]:
@@ -65,7 +51,7 @@ def _number(entry: Any) -> float:
     return float(entry) if isinstance(entry, (int, float)) and not isinstance(entry, bool) else math.nan
 
 
-def _mamba2(c: Config, has: Callable[[str], bool]) -> Plan:
+def _mamba2(c: Config) -> Plan:
     vocab, dim, layers = c.count("vocab_size", 32768), c.count("hidden_size", 4096), c.count("num_hidden_layers", 64)
     heads, head_dim, expand_by = c.count("num_heads", 128), c.count("head_dim", 64), c.amount("expand", 2)
     if heads * head_dim != int(expand_by * dim):
@@ -75,7 +61,7 @@ def _mamba2(c: Config, has: Callable[[str], bool]) -> Plan:
         raise c.error("n_groups", groups, f"a divisor of num_heads={heads}")
     c.only("hidden_act", ("silu", "swish"), "the convolution's activation")
     c.only("rms_norm", (True,), "the gated norm")
-    eps, tied = c.number("layer_norm_epsilon", 1e-5, least=0.0), c.flag("tie_word_embeddings", False)
+    eps = read_eps(c, 1e-5, "layer_norm_epsilon")
     shell = MambaConfig(
         conv_size=c.count("conv_kernel", 4),
         conv_bias=c.flag("use_conv_bias", True),
@@ -92,20 +78,16 @@ def _mamba2(c: Config, has: Callable[[str], bool]) -> Plan:
         limits=_limits(c),
         shell=shell,
     )
-    kinds = ("weight", "bias") if shell.bias else ("weight",)
-    stored = [f"{name}_proj.{kind}" for name in ("in", "out") for kind in kinds]
-    stored += ["A_log", "D", "dt_bias", "norm.weight"]
-    per_layer = same({f"backbone.layers.{{i}}.mixer.{name}": f"layers.{{i}}.mixer.{name}" for name in stored})
-    per_layer += same({"backbone.layers.{i}.norm.weight": "layers.{i}.norm.weight"})
-    per_layer.append(Row("backbone.layers.{i}.mixer.conv1d.weight", ("layers.{i}.mixer.conv.weight",), Squeezed(1)))
-    if shell.conv_bias:
-        per_layer += same({"backbone.layers.{i}.mixer.conv1d.bias": "layers.{i}.mixer.conv.bias"})
-    rows = same({TIED[0]: "embedding.tokens.weight", "backbone.norm_f.weight": "norm.weight"})
-    rows += same({} if tied else {TIED[1]: "head.weight"}) + [
-        row for i in range(layers) for row in expand(per_layer, i)
-    ]
-    parts = _Parts(dim, eps, c.flag("residual_in_fp32", True), mixer)
-    return Plan(partial(parts.decoder, vocab, layers, tied), rows, TIED if tied else ())
+    names = {name: name for name in ("A_log", "D", "dt_bias", "norm.weight")}
+    names |= {f"{name}_proj.{k}": f"{name}_proj.{k}" for name in ("in", "out") for k in kinds(shell.bias)}
+    names |= {"conv1d.bias": "conv.bias"} if shell.conv_bias else {}
+    rows = one_to_one({f"{STORED}.{theirs}": f"{MIXER}.{ours}" for theirs, ours in names.items()})
+    rows.append(Row(f"{STORED}.conv1d.weight", (f"{MIXER}.conv.weight",), Squeezed(1)))
+    wiring = Wiring(partial(MixerOnly, wide=c.flag("residual_in_fp32", True)), {"norm": "norm"})
+    layer = Layer(Part(mixer, rows), None, wiring)
+    norm, last = partial(RMSNorm, dim, eps), partial(_LastNorm, dim, eps)
+    stack = Stack(vocab, dim, norm, [layer] * layers, NAMES, last_norm=last)
+    return stack.plan(tied=c.flag("tie_word_embeddings", False))
 
 
 MAMBA2 = Layout(

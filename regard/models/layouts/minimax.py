@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,16 +10,26 @@ from torch import Tensor, nn
 
 from regard.coordinates import plain_tensors
 from regard.decays import lightning_slopes
-from regard.masks import Causal, Mask, Window
-from regard.mixers.parts import RMSNorm, Scores
+from regard.mixers.parts import RMSNorm
 from regard.models.blocks import ScaledResidual
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.llama import ROTARY_BUFFER, Shape, attention_rows, read_shape
-from regard.models.layouts.rotary import rotary_from_config
-from regard.models.layouts.stacks import NUMBERED, Experts, Layer, Stack, kinds_of, routing_of, silu_of
-from regard.models.tables import Derived, FusedQKV, Row, same
-from regard.nn import LightningAttention, MultiHeadAttention
+from regard.models.layouts.shared.options import (
+    Sizes,
+    kinds_of,
+    read_eps,
+    read_routing,
+    read_sizes,
+    read_window,
+    silu_only,
+    window_mask,
+)
+from regard.models.layouts.shared.parts import NUMBERED, AttentionPart, ExpertsPart, Part, read_scores
+from regard.models.layouts.shared.rotary import rotary_from_config
+from regard.models.layouts.shared.rows import MIXER, ROTARY_BUFFER, module_rows
+from regard.models.layouts.shared.stacks import PRE_NORM, Layer, Stack, Wiring
+from regard.models.tables import ComputedTensor, FusedQKV, Row
+from regard.nn import LightningAttention
 from regard.positions import Rotary
 
 __all__ = ["MINIMAX"]
@@ -29,54 +38,35 @@ KINDS = ("full_attention", "linear_attention")
 
 
 @dataclass(frozen=True)
-class _Attention:
-    shape: Shape
-    mask: Mask
-    scores: Scores
-    rotary: Rotary
-
-    def __call__(self) -> nn.Module:
-        s = self.shape
-        return MultiHeadAttention(
-            s.dim,
-            s.heads,
-            kv_heads=s.kv_heads,
-            head_dim=s.head_dim,
-            scores=self.scores,
-            mask=self.mask,
-            rotary=self.rotary,
-        )
-
-
-@dataclass(frozen=True)
 class _Lightning:
-    shape: Shape
+    sizes: Sizes
     number: int
 
     @property
     def slopes(self) -> Tensor:
         """This layer's decay rates, float64."""
         with plain_tensors():
-            return lightning_slopes(self.shape.heads, self.number, self.shape.layers, geometric=True)
+            return lightning_slopes(self.sizes.heads, self.number, self.sizes.layers, geometric=True)
 
     def __call__(self) -> nn.Module:
-        s = self.shape
+        s = self.sizes
         return LightningAttention(s.dim, s.heads, head_dim=s.head_dim, slopes=self.slopes)
 
-    def rows(self, own: str = "layers.{i}.mixer") -> list[Row]:
-        """Its table: [q, k, v] for every head in one matrix."""
+    def part(self) -> Part:
+        """With its table: [q, k, v] for every head in one matrix."""
         names = {"out_proj": "o_proj", "output_gate": "g_proj", "norm": "norm"}
-        rows = same({f"{STORED}.{theirs}.weight": f"{own}.{ours}.weight" for theirs, ours in names.items()})
-        whole = FusedQKV(self.shape.heads, self.shape.heads, self.shape.head_dim, groups=self.shape.heads)
-        return [*rows, Row(f"{STORED}.qkv_proj.weight", tuple(f"{own}.{name}_proj.weight" for name in "qkv"), whole)]
+        rows = module_rows({f"{STORED}.{theirs}": f"{MIXER}.{ours}" for theirs, ours in names.items()})
+        whole = FusedQKV(self.sizes.heads, self.sizes.heads, self.sizes.head_dim, groups=self.sizes.heads)
+        fused = Row(f"{STORED}.qkv_proj.weight", tuple(f"{MIXER}.{name}_proj.weight" for name in "qkv"), whole)
+        return Part(self, [*rows, fused])
 
-    def derived(self, block: int) -> list[Derived]:
+    def computed(self, block: int) -> list[ComputedTensor]:
         """The decays over blocks of tokens that other software keeps beside the weights."""
         name = STORED.replace("{i}", str(self.number))
-        heads = self.shape.heads
+        heads = self.sizes.heads
         shapes = (heads, 1, 1), (heads, block, 1), (heads, block, 1), (1, heads, block, block)
         return [
-            Derived(f"{name}.{kind}", shape, partial(self.decays, kind, block))
+            ComputedTensor(f"{name}.{kind}", shape, partial(self.decays, kind, block))
             for kind, shape in zip(DECAYS, shapes, strict=True)
         ]
 
@@ -96,7 +86,7 @@ class _Lightning:
 
     def _rounded(self) -> Tensor:
         """The rates (H, 1, 1) in float32 arithmetic, as the tensors of a file were made."""
-        heads, layers = self.shape.heads, self.shape.layers
+        heads, layers = self.sizes.heads, self.sizes.layers
         base, depth = 1 / (2 ** (8 / heads)), 1 - self.number / (layers - 1 + 1e-5) + 1e-5
         return (base ** (torch.arange(heads) + 1) * depth)[:, None, None]
 
@@ -116,36 +106,28 @@ def _rotary(c: Config, head_dim: int) -> Rotary:
     return rotary_from_config(c, width, base=1e6)
 
 
-def _minimax(c: Config, has: Callable[[str], bool]) -> Plan:
-    s = read_shape(c, vocab=32000, dim=4096, layers=32, heads=32, kv_heads=8, head_dim=None)
-    act, eps = silu_of(c, "the linear layers' projections"), c.number("rms_norm_eps", 1e-5, least=0.0)
-    window = None if c.get("sliding_window") is None else c.count("sliding_window", 1)
-    attention = _Attention(
-        s,
-        Causal() if window is None else Window(window),
-        Scores(dropout=c.dropout("attention_dropout")),
-        _rotary(c, s.head_dim),
-    )
+def _minimax(c: Config) -> Plan:
+    sizes = read_sizes(c, vocab=32000, dim=4096, layers=32, heads=32, kv_heads=8)
+    act, eps = silu_only(c, "the linear layers' projections"), read_eps(c, 1e-5)
+    mask = window_mask(read_window(c))
+    attention = AttentionPart(sizes, scores=read_scores(c), mask=mask, rotary=_rotary(c, sizes.head_dim))
     c.only("postnorm", (True, None), "residuals start at the normed tokens")
     c.only("shared_intermediate_size", (0, None), "no expert that every token goes through")
-    routing = routing_of(c, "num_local_experts", 8, 2, normalized=True)
-    moe = Experts(s.dim, c.count("intermediate_size", 14336), act, routing)
-    rows = moe.rows("model.layers.{i}.block_sparse_moe", names=NUMBERED)
+    routing = read_routing(c, "num_local_experts", 8, 2, normalized=True)
+    experts = ExpertsPart(sizes.dim, c.count("intermediate_size", 14336), act, routing)
+    ff = experts.part("model.layers.{i}.block_sparse_moe", names=NUMBERED)
     scales = {"full_attention": _scales(c, "full_attn"), "linear_attention": _scales(c, "linear_attn")}
     ff_scales, block = _scales(c, "mlp"), c.count("block_size", 256)
-    parts: list[Layer] = []
-    derived: list[Derived] = []
-    for i, kind in enumerate(kinds_of(c, "layer_types", s.layers, KINDS, lambda i: KINDS[i % 2])):
+    layers: list[Layer] = []
+    computed: list[ComputedTensor] = []
+    for i, kind in enumerate(kinds_of(c, "layer_types", sizes.layers, KINDS, lambda i: KINDS[i % 2])):
+        lightning = _Lightning(sizes, i)
+        mixer = attention.part() if kind == "full_attention" else lightning.part()
+        computed += [] if kind == "full_attention" else lightning.computed(block)
         wired = partial(ScaledResidual, mixer_scales=scales[kind], ff_scales=ff_scales)
-        if kind == "full_attention":
-            parts.append(Layer(attention, moe, attention_rows(bias=False) + rows, wired))
-        else:
-            lightning = _Lightning(s, i)
-            parts.append(Layer(lightning, moe, lightning.rows() + rows, wired))
-            derived += lightning.derived(block)
-    stack = Stack(s.vocab, s.dim, partial(RMSNorm, s.dim, eps), parts)
-    tied = c.flag("tie_word_embeddings", False)
-    return stack.plan(("input_layernorm", "post_attention_layernorm"), tied=tied, derived=tuple(derived))
+        layers.append(Layer(mixer, ff, Wiring(wired, PRE_NORM.norms)))
+    stack = Stack(sizes.vocab, sizes.dim, partial(RMSNorm, sizes.dim, eps), layers)
+    return stack.plan(tied=c.flag("tie_word_embeddings", False), computed=tuple(computed))
 
 
 MINIMAX = Layout(

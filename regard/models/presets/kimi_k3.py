@@ -5,7 +5,6 @@ No family that can be loaded: the release's other parts are not public in enough
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -15,25 +14,26 @@ from regard.models.blocks import Embedding, MixerOnly
 from regard.models.config import Config
 from regard.models.decoder import Decoder
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.kimi_linear import SYNONYMS, Delta, kinds_from, older_options
-from regard.models.layouts.latent import FOLLOWING, read_latent
-from regard.models.layouts.stacks import Make
+from regard.models.layouts.shared.kimi import SYNONYMS, KimiDeltaPart, kinds_from, older_options
+from regard.models.layouts.shared.latent import FOLLOWING, read_latent
+from regard.models.layouts.shared.options import read_eps
+from regard.models.layouts.shared.parts import Make
 from regard.nn import KDAGates
 
 __all__ = ["KIMI_K3"]
 
 
-def _kimi_k3(c: Config, has: Callable[[str], bool]) -> Plan:
+def _kimi_k3(c: Config) -> Plan:
     dim, heads = c.count("hidden_size", 7168), c.count("num_attention_heads", 96)
     layers, vocab = c.count("num_hidden_layers", 93), c.count("vocab_size", 163840)
-    eps = c.number("rms_norm_eps", 1e-5, least=0.0)
+    eps = read_eps(c, 1e-5)
     c.only("mla_use_nope", (True, None), "nothing rotates")
     older = older_options(c, gate_lower_bound="linear_gate_lower_bound", use_full_rank_gate="linear_full_rank_gate")
     size = c.count("linear_head_dim", 128)
     full = c.flag("linear_full_rank_gate", True)
     low = c.number("linear_gate_lower_bound", -5.0)
     gates = KDAGates(low=low, decay_rank=size, gate_rank=None if full else size, eps=eps)
-    delta = Delta(dim, c.count("linear_num_heads", heads), size, c.count("linear_conv_kernel_dim", 4), gates)
+    delta = KimiDeltaPart(dim, c.count("linear_num_heads", heads), size, c.count("linear_conv_kernel_dim", 4), gates)
     gate = "channel" if c.flag("mla_use_output_gate", True) else None
     latent = read_latent(c, dim=dim, heads=heads, q_rank=1536, gate=gate, rotary=None)
     makes: dict[str, Make] = {"linear_attention": delta, "full_attention": latent}

@@ -10,18 +10,20 @@ from torch import nn
 from regard.masks import Causal
 from regard.mixers.parts import Scores
 from regard.models.config import Config
-from regard.models.tables import Row, same
+from regard.models.layouts.shared.parts import Part
+from regard.models.layouts.shared.rows import MIXER
+from regard.models.tables import one_to_one
 from regard.nn import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.positions import Rotary
 
-__all__ = ["FOLLOWING", "Latent", "interleaved", "read_latent"]
+__all__ = ["FOLLOWING", "LatentPart", "interleaved", "read_latent"]
 
 FOLLOWING = frozenset({"head_dim", "qk_head_dim"})
 """Options that other software writes down, and that follow from the others."""
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentPart:
     """Causal latent attention; the norms inside keep their own eps, whatever the options say of the others."""
 
     dim: int
@@ -42,24 +44,23 @@ class Latent:
             rotary=self.rotary,
         )
 
-    def rows(self, stored: str, out: str = "o_proj", gate: str = "g_proj") -> list[Row]:
-        """Its table, under the file's name for it."""
+    def part(self, stored: str = "model.layers.{i}.self_attn", *, out: str = "o_proj", gate: str = "g_proj") -> Part:
+        """With its table, under the file's names."""
         compressed = self.sizes.q_rank is not None
         names = {"kv_a_proj_with_mqa": "kv_a_proj", "kv_a_layernorm": "kv_a_norm", "kv_b_proj": "kv_b_proj"}
         names |= {"q_a_proj": "q_a_proj", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b_proj"} if compressed else {}
         names |= {} if compressed else {"q_proj": "q_proj"}
         names |= {out: "o_proj"} | ({gate: "gate_proj"} if self.projections.gate else {})
-        own = "layers.{i}.mixer"
-        found = {f"{stored}.{theirs}.weight": f"{own}.{ours}.weight" for theirs, ours in names.items()}
+        found = {f"{stored}.{theirs}.weight": f"{MIXER}.{ours}.weight" for theirs, ours in names.items()}
         if self.projections.bias:
             biased = ("q_a_proj", "kv_a_proj", "o_proj")
-            found |= {f"{stored}.{a}.bias": f"{own}.{b}.bias" for a, b in names.items() if b in biased}
-        return same(found)
+            found |= {f"{stored}.{a}.bias": f"{MIXER}.{b}.bias" for a, b in names.items() if b in biased}
+        return Part(self, one_to_one(found))
 
 
 def read_latent(
     c: Config, *, dim: int, heads: int, q_rank: int | None = None, gate: str | None = None, rotary: Rotary | None
-) -> Latent:
+) -> LatentPart:
     """The sizes that the options state; `q_rank` is the family's default."""
     if c.get("num_key_value_heads") not in (None, heads):
         raise c.error("num_key_value_heads", c.get("num_key_value_heads"), f"num_attention_heads={heads}, or null")
@@ -73,7 +74,7 @@ def read_latent(
     )
     bias = c.flag("attention_bias", False)
     scores = Scores(dropout=c.dropout("attention_dropout"))
-    return Latent(dim, heads, sizes, LatentProjections(bias=bias, gate=gate), scores, rotary)
+    return LatentPart(dim, heads, sizes, LatentProjections(bias=bias, gate=gate), scores, rotary)
 
 
 def interleaved(rotary: Rotary) -> Rotary:

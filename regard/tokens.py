@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +16,16 @@ from torch import Tensor
 from regard.checks import describe
 from regard.coordinates import can_read
 
-__all__ = ["HISTORY_TENSORS", "TokenLayout", "Slots", "TokenHistory", "resolve_tokens"]
+__all__ = ["HISTORY_TENSORS", "TokenLayout", "Slots", "TokenHistory", "resolve_tokens", "takes_token_layout"]
 
+F = TypeVar("F", bound=Callable[..., Any])
 HISTORY_TENSORS = ("keep", "segments", "counts")  # the tensors of a `TokenHistory`
+
+
+def takes_token_layout(forward: F) -> F:
+    """Marks a layer's ``forward`` whose `positions` may be a `TokenLayout`; one that overrides it is not marked."""
+    forward.takes_token_layout = True  # type: ignore[attr-defined]
+    return forward
 
 
 class Slots:
@@ -55,12 +64,16 @@ class Slots:
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The tokens of one call. `keep` None: all are real; `segments` None: one segment, the last of the cache."""
+    """The tokens of one call, resolved once: a model passes this to its layers as their `positions`.
+
+    `keep` None: all are real; `segments` None: one segment, the last of the cache.
+    """
 
     keep: Tensor | None  # bool (B, T)
     segments: Tensor | None  # int64 (B, T)
     positions: Tensor  # int64 (B, T)
     counts: Tensor | None  # int64 (B, T): the next position after each token; None: positions are plain slots
+    length: int = 0  # tokens before the call
 
     def real(self, x: Tensor) -> Tensor:
         """x (B, T, dim) with 0 at padding: what stands there would reach the gradients of projections."""
@@ -115,16 +128,20 @@ def resolve_tokens(
     device: torch.device,
     *,
     keep: Tensor | None = None,
-    positions: Tensor | None = None,
+    positions: Tensor | TokenLayout | None = None,
     segments: Tensor | None = None,
     history: TokenHistory | None = None,
     length: int = 0,
 ) -> TokenLayout:
     """Check keep, positions and segments, each (B, T) or None, of a call that follows `length` tokens in `log`.
 
-    The default position of a token is the number of real tokens before it in its segment, the cache's included.
+    The default position of a token is the number of real tokens before it in its segment, the cache's included. A
+    `TokenLayout` in place of positions is the answer, and brings keep and segments with it.
     """
     shape = (batch, tokens)
+    if isinstance(positions, TokenLayout):
+        _check_layout(positions, shape, length, keep, segments)
+        return positions
     if keep is not None:
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
             raise TypeError(f"keep: expected a bool tensor {shape}, True = real token, got {describe(keep)}")
@@ -150,13 +167,25 @@ def resolve_tokens(
     if keep is None and segments is None:
         if positions is None:
             positions = torch.arange(length, length + tokens, device=device)
-        return TokenLayout(None, None, positions.expand(shape), None)
+        return TokenLayout(None, None, positions.expand(shape), None, length)
     real = torch.ones(shape, dtype=torch.bool, device=device) if keep is None else keep
     ids = torch.zeros(shape, dtype=torch.long, device=device) if segments is None else segments
     before = torch.full((batch,), length, device=device) if count is None else count
     counts = _running_count(real, ids, before, torch.zeros_like(before) if last is None else last)
     where = (counts - 1).clamp(min=0) if positions is None else positions.expand(shape)
-    return TokenLayout(keep, segments, where, counts)
+    return TokenLayout(keep, segments, where, counts, length)
+
+
+def _check_layout(
+    layout: TokenLayout, shape: tuple[int, int], length: int, keep: Tensor | None, segments: Tensor | None
+) -> None:
+    """Raise unless a layout that was resolved before is this call's."""
+    if keep is not None or segments is not None:
+        raise ValueError("positions: a TokenLayout stands for keep and segments too; give them without it, or it alone")
+    if tuple(layout.positions.shape) != shape:
+        raise ValueError(f"positions: expected a TokenLayout of {shape} tokens, got {tuple(layout.positions.shape)}")
+    if layout.length != length:
+        raise ValueError(f"positions: expected a TokenLayout after {length} tokens, got one after {layout.length}")
 
 
 def _check_segments(segments: Tensor, last: Tensor | None) -> None:

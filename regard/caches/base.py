@@ -66,7 +66,7 @@ class Cache:
         """Bytes of storage held."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values() if t is not None)
 
-    def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> TokenLayout:
+    def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Any) -> TokenLayout:
         """Where a call's tokens stand after those seen; `given` are the call's keep, positions, segments."""
         refuse_recomputation()
         if batch != self.batch:

@@ -31,7 +31,7 @@ from regard.mixers.latent_parts import LatentProjections, LatentSizes
 from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary, YarnScaling
-from regard.tokens import resolve_tokens
+from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
 
 __all__ = ["LatentProjections", "LatentSizes", "MultiHeadLatentAttention", "records"]
 
@@ -115,6 +115,7 @@ class MultiHeadLatentAttention(nn.Module):
         sharper = scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
         return float(self.sizes.key_dim**-0.5) * sharper
 
+    @takes_token_layout
     def forward(
         self,
         x: Tensor,
@@ -122,7 +123,7 @@ class MultiHeadLatentAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         keep: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | TokenLayout | None = None,
         segments: Tensor | None = None,
         cache: LatentCache | None = None,
     ) -> Tensor:

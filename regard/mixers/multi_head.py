@@ -23,7 +23,7 @@ from regard.mixers.costs import attention_macs, causal_pairs, keys_read, window_
 from regard.mixers.parts import Projections, Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
 from regard.positions import Rotary
-from regard.tokens import resolve_tokens
+from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
 
 __all__ = ["MultiHeadAttention"]
 
@@ -96,6 +96,7 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = p.norm(kv_width if whole_width else self.head_dim) if p.norm is not None else None
         self.sink = nn.Parameter(torch.zeros(self.heads)) if self.scores.sink else None
 
+    @takes_token_layout
     def forward(
         self,
         x: Tensor,
@@ -103,7 +104,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         keep: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | TokenLayout | None = None,
         segments: Tensor | None = None,
         cache: KVCache | WindowCache | None = None,
     ) -> Tensor:
@@ -174,7 +175,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         keep: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | TokenLayout | None = None,
         segments: Tensor | None = None,
         cache: KVCache | WindowCache | None = None,
     ) -> tuple[Tensor, Tensor, KVView, dict[str, Any]]:

@@ -14,7 +14,7 @@ from regard.masks import Causal, Mask
 from regard.mixers.base import Traits, check_tokens, floating
 from regard.mixers.costs import state_step_macs, states_macs
 from regard.mixers.sequence import TokenSequence, compute_dtype, last_segment, sequence_of
-from regard.tokens import TokenLayout, resolve_tokens
+from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
 
 __all__ = ["RecurrentLayer", "States", "check_cache", "empty_states"]
 
@@ -52,6 +52,7 @@ class RecurrentLayer(nn.Module):
         """(M (B, G, T, T), V (B, G, T, D)) with ``M @ V`` what `mix_tokens` gives from an empty state."""
         raise NotImplementedError
 
+    @takes_token_layout
     def forward(
         self,
         x: Tensor,
@@ -59,7 +60,7 @@ class RecurrentLayer(nn.Module):
         *,
         mask: Mask | None = None,
         keep: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | TokenLayout | None = None,
         segments: Tensor | None = None,
         cache: StateCache | None = None,
     ) -> Tensor:
@@ -138,7 +139,7 @@ class RecurrentLayer(nn.Module):
         context: Tensor | None = None,
         mask: Mask | None = None,
         keep: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | TokenLayout | None = None,
         segments: Tensor | None = None,
         cache: StateCache | None = None,
     ) -> tuple[TokenSequence, TokenLayout]:

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from regard.caches import StateCache
-from regard.ops.checks import scale_of, without_autocast
+from regard.checks import scale_of
 from regard.ops.convolutions import convolve
-from regard.ops.packing import segment_starts_of
-from regard.ops.recurrence import recurrence
-from regard.ops.scan import scan, selective_scan
+from regard.ops.states import RecurrenceCall, ScanCall, SelectiveScanCall, run_state_call
 from regard.tokens import TokenLayout
 from regard.transitions import Decay, Delta
 
@@ -41,6 +39,15 @@ class TokenSequence:
     drop_state: Tensor | None = None  # bool (B,): the first token opens a segment, and the state before it is dropped
 
     @property
+    def segment_starts(self) -> Tensor | None:
+        """Which tokens open a segment, bool (B, T), the first token never; None where there is one segment."""
+        ids = self.segments
+        if ids is None:
+            return None
+        first = ids.new_zeros(ids.shape[0], min(ids.shape[1], 1), dtype=torch.bool)
+        return torch.cat((first, ids[:, 1:] != ids[:, :-1]), 1)
+
+    @property
     def lengths(self) -> Tensor | None:
         """Real tokens (B,), or None: all are."""
         return None if self.real is None else self.real.sum(1)
@@ -56,7 +63,7 @@ class TokenSequence:
         state: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`regard.recurrence`."""
+        """`regard.recurrence`, of decays and strengths that the layer formed itself: nothing is read to check them."""
         q, k, v = (widened(x) for x in (q, k, v))
         if self.real is not None:
             decay = transition.log_decay
@@ -67,8 +74,10 @@ class TokenSequence:
                 transition = Delta(self.mask_padding(transition.beta, 2), decay)
             else:
                 v, transition = self.mask_padding(v, 2), Decay(decay)
-        with without_autocast(q):
-            return recurrence(q, k, v, transition, state=state, scale=scale, segments=self.segments)
+        factor = scale_of(scale, k.shape[3], k.dtype)
+        decay = transition.log_decay
+        call = RecurrenceCall(q, k, v, transition.beta, decay, state, self.segment_starts, factor, None)
+        return run_state_call(call)
 
     def recur_both_ways(self, q: Tensor, k: Tensor, v: Tensor, transition: Decay, scale: float | None = None) -> Tensor:
         """`regard.recurrence` over the tokens and over the reversed tokens, added; a token reads itself once."""
@@ -81,24 +90,23 @@ class TokenSequence:
         return past + future.flip(2) - own.repeat_interleave(v.shape[1] // k.shape[1], 1) * v
 
     def scan(self, log_a: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`regard.scan`."""
+        """`regard.scan`, in the same way."""
         x = widened(x)
         if self.real is not None:
             x = self.mask_padding(x)
             log_a = self.mask_padding(log_a.expand(*x.shape[:2], *log_a.shape[2:]))
-        return scan(log_a, x, state=state, segments=self.segments)
+        return run_state_call(ScanCall(x, log_a, state, self.segment_starts))
 
     def selective_scan(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`regard.selective_scan`."""
-        return selective_scan(widened(x), self.mask_padding(dt), A, B, C, D, state=state, segments=self.segments)
+        """`regard.selective_scan`, in the same way."""
+        call = SelectiveScanCall(widened(x), self.mask_padding(dt), A, B, C, D, state, self.segment_starts)
+        return run_state_call(call)
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """`regard.short_conv`; the state returned ends at the last real token."""
-        return convolve(
-            widened(x), weight, bias, conv_state, segment_starts_of(self.segments, *x.shape[:2]), self.lengths
-        )
+        return convolve(widened(x), weight, bias, conv_state, self.segment_starts, self.lengths)
 
     def mask_padding(self, x: Tensor, axis: int = 1) -> Tensor:
         """`x` with 0 at padding; its time axis is 1, or 2 with heads before it."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from regard.coordinates import has_values
 from regard.mixers.base import floating
+from regard.tokens import TokenLayout
 
 __all__ = [
     "Block",
@@ -27,6 +28,7 @@ __all__ = [
     "Sandwich",
     "ScaledResidual",
     "Softcap",
+    "tokens_of_call",
 ]
 
 
@@ -256,3 +258,11 @@ class Softcap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cap * torch.tanh(x / self.cap)
+
+
+def tokens_of_call(layer: nn.Module, resolved: TokenLayout, segments: Tensor | None) -> dict[str, Any]:
+    """What a model tells a layer of the call's tokens: the library's own layers take them resolved, once for all."""
+    mixer = getattr(layer, "mixer", getattr(layer, "self_mixer", layer))
+    if getattr(type(mixer).forward, "takes_token_layout", False) and "forward" not in mixer.__dict__:
+        return {"positions": resolved}
+    return {"keep": resolved.keep, "positions": resolved.positions, "segments": segments}

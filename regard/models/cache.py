@@ -70,7 +70,7 @@ class ModelCache:
         for c in self.layers:
             c.room_for(tokens)
 
-    def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Tensor | None) -> TokenLayout:
+    def resolve_tokens(self, batch: int, tokens: int, device: torch.device, **given: Any) -> TokenLayout:
         """Where a call's tokens stand after those seen; ``given``: its ``keep``, ``positions`` and ``segments``."""
         resolved: TokenLayout = self.layers[0].resolve_tokens(batch, tokens, device, **given)
         return resolved

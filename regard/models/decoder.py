@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.blocks import Embedding
+from regard.models.blocks import Embedding, tokens_of_call
 from regard.models.cache import ModelCache, check_ids
 from regard.models.cross import check_context
 from regard.models.model import Model
@@ -143,8 +143,8 @@ class Decoder(Model):
     ) -> Tensor:
         x: Tensor = self.embedding(ids, resolved.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
-            call = {"keep": resolved.keep, "positions": resolved.positions, "segments": segments, "cache": cache}
-            x = layer(x, **call, **(context if getattr(layer, "reads_context", False) else {}))
+            more = context if getattr(layer, "reads_context", False) else {}
+            x = layer(x, **tokens_of_call(layer, resolved, segments), cache=cache, **more)
         return x
 
     def _table(self) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.checks import describe
-from regard.models.blocks import Embedding
+from regard.models.blocks import Embedding, tokens_of_call
 from regard.models.cache import check_ids
 from regard.models.model import Model
 from regard.tokens import resolve_tokens
@@ -95,7 +95,7 @@ class Encoder(Model):
                 raise ValueError(f"embedding: expected one that gives (B, T, dim), got one that gives {describe(x)}")
             resolved = resolve_tokens(x.shape[0], x.shape[1], x.device, **call)
         for layer in self.layers:
-            x = layer(x, keep=resolved.keep, positions=resolved.positions, segments=segments)
+            x = layer(x, **tokens_of_call(layer, resolved, segments))
         return x if self.norm is None else self.norm(x)
 
     def pool(self, hidden: Tensor) -> Tensor:

@@ -120,7 +120,9 @@ def _limited(limits: tuple[float, float]) -> bool:
 
 
 def state_rate(log_rate: Tensor) -> Tensor:
-    """``-exp(log_rate)``, Mamba's A, in at least float32; the largest finite number where it is beyond the range.
+    """``-exp(log_rate)``, in at least float32; the largest finite number where it is beyond the range.
+
+    Mamba's A and RWKV-6's log-decay.
 
     >>> state_rate(torch.tensor([0.0, 1000.0])).isfinite().all().item()
     True

@@ -137,7 +137,7 @@ class MultiHeadAttention(nn.Module):
 
     def label(self) -> str:
         """The layer in a few words."""
-        kind = {self.heads: "multi-head", 1: "multi-query"}.get(self.kv_heads, "grouped-query")
+        kind = {1: "multi-query", self.heads: "multi-head"}.get(self.kv_heads, "grouped-query")
         words = [f"{kind} attention, {self.heads} heads of {self.head_dim}"]
         words += [f"{self.kv_heads} key heads"] if kind == "grouped-query" else []
         return ", ".join(words + window_words(window_of(self)))

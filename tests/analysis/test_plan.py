@@ -404,6 +404,12 @@ def test_matrices_multiply_as_often_as_torch_counts(family, monkeypatch):
         assert counter.get_total_flops() == 2 * 10 * matrix_macs(layer.ff)
 
 
+def test_what_attention_is_called_follows_from_its_heads():
+    words = {(4, 4): "multi-head", (4, 2): "grouped-query", (4, 1): "multi-query", (1, 1): "multi-head"}
+    for (heads, kv_heads), kind in words.items():
+        assert mixer_label(regard.nn.MultiHeadAttention(8, heads, kv_heads=kv_heads)).startswith(f"{kind} attention")
+
+
 def test_layers_whose_costs_are_not_known_are_refused():
     with pytest.raises(TypeError, match="Linear are not known"):
         prefill_macs(nn.Linear(2, 2), 1)

@@ -41,7 +41,7 @@ class Scaling(ABC):
 def _positive(owner: object, **values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{type(owner).__name__}: {name} must be a finite number above 0, got {value!r}")
+            raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Llama3Scaling(Scaling):
         )
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"Llama3Scaling: high_freq_factor must be above low_freq_factor, "
+                f"high_freq_factor: expected a number above low_freq_factor, "
                 f"got {self.high_freq_factor} and {self.low_freq_factor}"
             )
 

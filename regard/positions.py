@@ -121,11 +121,11 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.dim <= 0 or self.dim % 2:
-            raise ValueError(f"Rotary: dim must be an even number above 0, got {self.dim}")
+            raise ValueError(f"dim: expected an even number above 0, got {self.dim}")
         if self.style not in ("half", "interleaved"):
-            raise ValueError(f"Rotary: style must be 'half' or 'interleaved', got {self.style!r}")
+            raise ValueError(f"style: expected 'half' or 'interleaved', got {self.style!r}")
         if not (math.isfinite(self.base) and self.base > 1):
-            raise ValueError(f"Rotary: base must be a finite number above 1, got {self.base!r}")
+            raise ValueError(f"base: expected a finite number above 1, got {self.base!r}")
 
     @property
     def attention_factor(self) -> float:
@@ -203,21 +203,21 @@ def _check_positions(positions: Tensor) -> None:
     if positions.dtype is torch.int64:
         return
     if positions.dtype in (torch.float16, torch.bfloat16, torch.bool) or positions.is_complex():
-        raise TypeError(f"positions must be integers, float32 or float64 (exact counts), got {positions.dtype}")
+        raise TypeError(f"positions: expected integers, float32 or float64 (exact counts), got {positions.dtype}")
 
 
 def _check_turned(x: Tensor, positions: Tensor, dim: int) -> None:
     if x.dim() != 4:
-        raise ValueError(f"x must be (B, H, T, D), got shape {tuple(x.shape)}")
+        raise ValueError(f"x: expected (B, H, T, D), got shape {tuple(x.shape)}")
     if not x.is_floating_point():
-        raise TypeError(f"x must be floating, got {x.dtype}")
+        raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
     if x.shape[-1] < dim:
-        raise ValueError(f"x has {x.shape[-1]} channels, fewer than the {dim} that this Rotary turns")
+        raise ValueError(f"x: expected at least the {dim} channels that this Rotary turns, got {x.shape[-1]}")
     _check_positions(positions)
     shape, batch, tokens = positions.shape, x.shape[0], x.shape[2]
     if shape[-1:] != (tokens,) or len(shape) > 2 or (len(shape) == 2 and shape[0] not in (1, batch)):
         expected = f"({tokens},) or ({batch}, {tokens})"
-        raise ValueError(f"positions must be {expected} for x {tuple(x.shape)}, got {tuple(shape)}")
+        raise ValueError(f"positions: expected {expected} for x {tuple(x.shape)}, got {tuple(shape)}")
 
 
 def interleaved_to_half(x: Tensor) -> Tensor:
@@ -257,12 +257,12 @@ def sinusoidal(
             [0.8415, 0.5403, 0.0100, 0.9999]])
     """
     if dim <= 0 or dim % 2:
-        raise ValueError(f"dim must be an even number above 0, got {dim}")
+        raise ValueError(f"dim: expected an even number above 0, got {dim}")
     if style not in ("half", "interleaved"):
-        raise ValueError(f"style must be 'half' or 'interleaved', got {style!r}")
+        raise ValueError(f"style: expected 'half' or 'interleaved', got {style!r}")
     if isinstance(positions, int):
         if positions < 0:
-            raise ValueError(f"positions must be a count of 0 or more, or a tensor, got {positions}")
+            raise ValueError(f"positions: expected a count of 0 or more, or a tensor, got {positions}")
         positions = torch.arange(positions)
     _check_positions(positions)
     exact = wide(positions.device)
@@ -287,7 +287,7 @@ class LearnedPositions(nn.Module):
     def __init__(self, max_length: int, dim: int) -> None:
         super().__init__()
         if max_length <= 0 or dim <= 0:
-            raise ValueError(f"max_length and dim must be above 0, got {max_length} and {dim}")
+            raise ValueError(f"max_length, dim: expected numbers above 0, got {max_length} and {dim}")
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
 
@@ -300,9 +300,9 @@ class LearnedPositions(nn.Module):
     def forward(self, positions: Tensor) -> Tensor:
         """Look positions (B, T) or (T,) up."""
         if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
-            raise TypeError(f"positions must be integers, got {positions.dtype}")
+            raise TypeError(f"positions: expected integers, got {positions.dtype}")
         if positions.numel() and positions.device.type == "cpu" and plain_eager(positions):
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high >= self.weight.shape[0]:
-                raise ValueError(f"positions must lie in [0, {self.weight.shape[0]}), got {low} to {high}")
+                raise ValueError(f"positions: expected numbers in [0, {self.weight.shape[0]}), got {low} to {high}")
         return nn.functional.embedding(positions, self.weight)

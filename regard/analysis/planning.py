@@ -145,6 +145,9 @@ def estimate(model: nn.Module, setting: Setting | None = None) -> Estimate:
     if not isinstance(model, Decoder):
         raise TypeError(f"model: expected a Decoder, which keeps caches, got {type(model).__name__}")
     setting = setting or Setting()
+    odd = next((type(layer).__name__ for layer in model.layers if not hasattr(layer, "mixer")), None)
+    if odd is not None:
+        raise TypeError(f"model: expected blocks with one mixer each, got a {odd}, whose costs are not known")
     mixers: list[Any] = [layer.mixer for layer in model.layers]
     own = mixer_costs("as it is", mixers, setting)
     others = tuple(mixer_costs(name, layers, setting) for name, layers in alternatives(mixers).items())

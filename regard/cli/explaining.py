@@ -38,7 +38,7 @@ def explanation(tensors: Tensors, mask: str | None, bias: str | None, sink: bool
     sizes = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
     for name in sizes:
         if getattr(tensors, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(tensors, name)}")
+            raise ValueError(f"--{name.replace('_', '-')}: expected 0 or more, got {getattr(tensors, name)}")
     device = tensors.device
     try:
         one = torch.empty((), dtype=getattr(torch, tensors.dtype), device=device)

@@ -57,11 +57,11 @@ def run(request: PlanRequest) -> None:
 
     for option, value in (("--context", request.context), ("--batch", request.batch)):
         if not 1 <= value <= MOST:
-            raise ValueError(f"{option} must be a whole number from 1 to {MOST:,}, got {value}")
+            raise ValueError(f"{option}: expected a whole number from 1 to {MOST:,}, got {value}")
     if request.cache_bits is not None and not BITS[0] <= request.cache_bits <= BITS[1]:
-        raise ValueError(f"--cache-bits must be a number from {BITS[0]} to {BITS[1]}, got {request.cache_bits:g}")
+        raise ValueError(f"--cache-bits: expected a number from {BITS[0]} to {BITS[1]}, got {request.cache_bits:g}")
     if request.plot is not None and request.plot.suffix != ".svg":
-        raise ValueError(f"--plot: accepted is a file whose name ends in .svg, got {str(request.plot)!r}")
+        raise ValueError(f"--plot: expected a file whose name ends in .svg, got {str(request.plot)!r}")
     subject = _subject(request.model)
     setting = Setting(request.context, request.batch, getattr(torch, request.dtype), request.cache_bits)
     try:
@@ -94,7 +94,7 @@ def _subject(name: str) -> PlannedModel:
     from regard.models.files import is_file, is_folder, read_json
     from regard.models.presets import PRESETS, preset, skeleton
 
-    accepted = f"accepted: a preset ({', '.join(PRESETS)}), or the path of a config.json"
+    accepted = f"expected a preset ({', '.join(PRESETS)}), or the path of a config.json"
     if not name:
         raise ValueError(f"MODEL is missing; {accepted}")
     if name.lower() in PRESETS:
@@ -116,7 +116,7 @@ def _subject(name: str) -> PlannedModel:
         raise ValueError(f"MODEL: {error}") from None
     if not isinstance(model, Decoder):
         family = config["model_type"]
-        raise ValueError(f"MODEL: {name}: model_type={family!r} is no decoder and keeps no cache; accepted: a decoder")
+        raise ValueError(f"MODEL: expected a decoder, got {name}, whose model_type={family!r} keeps no cache")
     note = "weights are planned in --dtype, not as quantization_config stores them" if quantized else None
     return PlannedModel(f"{name} ({config['model_type']})", model, None, note)
 

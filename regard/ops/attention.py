@@ -206,7 +206,7 @@ def _call(
         raise ValueError(f"v: expected {tuple(k.shape[:3])} before the value size, as k has, got {tuple(v.shape)}")
     if not kv_heads or q_heads % kv_heads:
         raise ValueError(
-            f"k: the number of query heads must be a multiple of the key heads, got Hq={q_heads}, Hkv={kv_heads}"
+            f"k: expected a number of key heads that divides the query heads, got Hq={q_heads}, Hkv={kv_heads}"
         )
     mask, bias = as_mask(mask), as_bias(bias)
     packing = split_packing(mask) if mask is not None and mask.offsets() is None else None

@@ -84,7 +84,7 @@ def convolve(
     (_, tokens, channels), earlier = x.shape, weight.shape[1] - 1
     number = None if segment_starts is None else torch.nn.functional.pad(segment_starts.cumsum(1), (earlier, 0))
     if lengths is None:
-        late = x[:, max(tokens - earlier, 0) :] if isinstance(tokens, int) else x  # not a free length of an export
+        late = x[:, max(tokens - earlier, 0) :] if isinstance(tokens, int) else x  # an export may leave the length open
         conv_state = ShortConvCall(late, weight, None, state, None).line[:, late.shape[1] :]
         ids = None if number is None else number[:, tokens:]
     else:

@@ -101,7 +101,7 @@ def test_explain_describes_calls_too_large_to_hold(capsys):
         (["explian"], "No such command"),
         (["explain", "--hads", "3"], "No such option"),
         (["explain", "--heads", "x"], "--heads"),
-        (["explain", "--heads", "-1"], "--heads must be 0 or more, got -1"),
+        (["explain", "--heads", "-1"], "--heads: expected 0 or more, got -1"),
         (["explain", "--dtype", "int8"], "--dtype"),
         (["explain", "--heads", "8", "--kv-heads", "3"], "Hq=8, Hkv=3"),
         (["explain", "--softcap", "-1"], "softcap"),

@@ -169,7 +169,7 @@ def test_layers_with_such_a_rotary_part(make):
 @pytest.mark.parametrize("bad", [-1, 8])
 def test_learned_positions_outside_the_table(bad):
     places, where = LearnedPositions(8, 4), torch.tensor([0, 1, bad, 2, 3, 4, 5, 6])
-    with pytest.raises(ValueError, match=r"positions must lie in \[0, 8\)"):
+    with pytest.raises(ValueError, match=r"positions: expected numbers in \[0, 8\)"):
         places(where)
     compiled = torch.compile(places, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(torch.arange(8)), places(torch.arange(8)))

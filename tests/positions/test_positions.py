@@ -295,27 +295,27 @@ def test_compiles_as_one_graph(style, scaling):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Rotary(5), "dim must be an even"),
-        (lambda: Rotary(0), "dim must be an even"),
-        (lambda: Rotary(4, base=1.0), "base must be"),
-        (lambda: Rotary(4, style="neox"), "style must be"),
-        (lambda: LinearScaling(0.0), "factor must be"),
-        (lambda: NTKScaling(math.inf), "factor must be"),
+        (lambda: Rotary(5), "dim: expected an even"),
+        (lambda: Rotary(0), "dim: expected an even"),
+        (lambda: Rotary(4, base=1.0), "base: expected"),
+        (lambda: Rotary(4, style="neox"), "style: expected"),
+        (lambda: LinearScaling(0.0), "factor: expected"),
+        (lambda: NTKScaling(math.inf), "factor: expected"),
         (lambda: Rotary(2, scaling=NTKScaling(2.0)).frequencies(), "above 2"),
-        (lambda: Llama3Scaling(8.0, 4.0, 4.0, 64), "high_freq_factor must be above"),
-        (lambda: YarnScaling(4.0, 0), "original_max_positions must be"),
-        (lambda: YarnScaling(4.0, 64, attention_factor=-1.0), "attention_factor must be"),
-        (lambda: Rotary(8)(torch.randn(1, 1, 2, 4), torch.arange(2)), "fewer than the 8"),
-        (lambda: Rotary(4)(torch.randn(1, 2, 4), torch.arange(2)), "must be .B, H, T, D."),
-        (lambda: Rotary(4)(torch.randn(2, 1, 3, 4), torch.arange(2)), "positions must be .3,. or .2, 3."),
-        (lambda: Rotary(4)(torch.randn(2, 1, 3, 4), torch.zeros(3, 3)), "positions must be .3,. or .2, 3."),
-        (lambda: sinusoidal(4, 3), "dim must be an even"),
+        (lambda: Llama3Scaling(8.0, 4.0, 4.0, 64), "high_freq_factor: expected a number above"),
+        (lambda: YarnScaling(4.0, 0), "original_max_positions: expected"),
+        (lambda: YarnScaling(4.0, 64, attention_factor=-1.0), "attention_factor: expected"),
+        (lambda: Rotary(8)(torch.randn(1, 1, 2, 4), torch.arange(2)), "at least the 8"),
+        (lambda: Rotary(4)(torch.randn(1, 2, 4), torch.arange(2)), "expected .B, H, T, D."),
+        (lambda: Rotary(4)(torch.randn(2, 1, 3, 4), torch.arange(2)), "positions: expected .3,. or .2, 3."),
+        (lambda: Rotary(4)(torch.randn(2, 1, 3, 4), torch.zeros(3, 3)), "positions: expected .3,. or .2, 3."),
+        (lambda: sinusoidal(4, 3), "dim: expected an even"),
         (lambda: sinusoidal(-1, 4), "count of 0 or more"),
-        (lambda: sinusoidal(4, 4, style="sines"), "style must be"),
+        (lambda: sinusoidal(4, 4, style="sines"), "style: expected"),
         (lambda: interleaved_to_half(torch.arange(3)), "even number of channels"),
         (lambda: LearnedPositions(0, 4), "above 0"),
-        (lambda: LearnedPositions(4, 2)(torch.tensor([0, 4])), "lie in .0, 4., got 0 to 4"),
-        (lambda: LearnedPositions(4, 2)(torch.tensor([-1])), "lie in .0, 4., got -1"),
+        (lambda: LearnedPositions(4, 2)(torch.tensor([0, 4])), "numbers in .0, 4., got 0 to 4"),
+        (lambda: LearnedPositions(4, 2)(torch.tensor([-1])), "numbers in .0, 4., got -1"),
     ],
 )
 def test_mistakes_name_the_argument(make, words):
@@ -325,11 +325,11 @@ def test_mistakes_name_the_argument(make, words):
 
 def test_dtypes_that_cannot_count_are_refused():
     for dtype in (torch.bfloat16, torch.float16, torch.bool):
-        with pytest.raises(TypeError, match="positions must be integers"):
+        with pytest.raises(TypeError, match="positions: expected integers"):
             Rotary(4)(torch.randn(1, 1, 2, 4), torch.arange(2).to(dtype))
-    with pytest.raises(TypeError, match="x must be floating"):
+    with pytest.raises(TypeError, match="x: expected a floating"):
         Rotary(4)(torch.ones(1, 1, 2, 4, dtype=torch.long), torch.arange(2))
-    with pytest.raises(TypeError, match="positions must be integers"):
+    with pytest.raises(TypeError, match="positions: expected integers"):
         LearnedPositions(4, 2)(torch.zeros(2))
 
 

@@ -29,7 +29,7 @@ def reject(call: StateCall) -> str | None:
 
 
 def defer(call: StateCall) -> str | None:
-    """They leave nothing to others by themselves."""
+    """Whatever the kernels can run, they run."""
     return None
 
 

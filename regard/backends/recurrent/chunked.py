@@ -18,7 +18,7 @@ def reject(call: StateCall) -> str | None:
 
 
 def defer(call: StateCall) -> str | None:
-    """It leaves nothing to others by itself."""
+    """Whatever it can run, it runs."""
     return None
 
 

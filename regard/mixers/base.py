@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regard.checks import describe, is_dense, is_number_type
 
-__all__ = ["Record", "check_tokens", "floating", "is_plain"]
+__all__ = ["Record", "check_dtype", "check_tokens", "floating", "is_plain"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def check_tokens(layer: nn.Module, name: str, x: Tensor, dim: int, like: Tensor 
     if like is not None and x.shape[0] != like.shape[0]:
         raise ValueError(f"{name}: expected {like.shape[0]} rows, as x has, got {x.shape[0]}")
     if not torch.compiler.is_compiling():
-        _check_dtype(layer, name, x)
+        check_dtype(layer, name, x)
 
 
-def _check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
+def check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
     """Raise TypeError for tokens of a dtype that none of the layer's linear maps takes."""
     first = next(layer.parameters(), None)
     if first is None or first.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):

@@ -16,6 +16,8 @@ from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, Relative
 from regard.mixers.retention import Retention
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
 from regard.nn.convert import from_torch
+from regard.nn.swapping import SwapReport, swap, unswap
+from regard.nn.torch_attention import TorchMultiheadAttention
 
 __all__ = [
     "DampedEMA",
@@ -45,6 +47,10 @@ __all__ = [
     "RelativePositionBias",
     "Retention",
     "Scores",
+    "SwapReport",
+    "TorchMultiheadAttention",
     "from_torch",
     "griffin_attention",
+    "swap",
+    "unswap",
 ]

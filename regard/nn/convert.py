@@ -33,7 +33,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if module.bias_k is not None or module.bias_v is not None:
         raise ValueError("module: add_bias_kv appends a learned key and value, which this layer has no part for")
     dim, heads = module.embed_dim, module.num_heads
-    split = not module._qkv_same_embed_dim
+    split = module.in_proj_weight is None
     kdim, vdim = module.kdim or dim, module.vdim or dim
     weight = module.q_proj_weight if split else module.in_proj_weight
     projections = Projections(

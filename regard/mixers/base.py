@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regard.checks import describe, is_dense, is_number_type
 
 __all__ = ["Record", "check_dtype", "check_tokens", "floating", "is_plain"]
+
+
+LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
     first = next(layer.parameters(), None)
     if first is None or first.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return
-    own = {module.weight.dtype for module in layer.modules() if type(module) is nn.Linear}
+    own = {module.weight.dtype for module in layer.modules() if type(module) in LINEAR}
     if own and x.dtype not in own:
         kinds = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own))
         raise TypeError(f"{name}: expected {kinds}, as the layer's weights are, got {describe(x)}")

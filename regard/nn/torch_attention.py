@@ -17,7 +17,6 @@ from regard.mixers.base import check_dtype
 from regard.mixers.parts import merge_heads, split_heads
 from regard.nn.torch_masks import from_torch_masks
 from regard.ops.attention import attention, attention_weights
-from regard.ops.checks import autocasting
 
 __all__ = ["TorchMultiheadAttention"]
 
@@ -165,17 +164,17 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     def _check_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), x in zip(widths.items(), (query, key, value), strict=True):
-            if not isinstance(x, Tensor) or not x.is_floating_point():
+            if not isinstance(x, Tensor):
                 raise TypeError(f"{name}: expected a float tensor of {width} channels, got {describe(x)}")
             is_number_type(name, x)
+            if not torch.compiler.is_compiling():
+                check_dtype(self, name, x)
             if x.is_nested:
                 self._check_nested(name, query, key, value)
                 continue
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != width:
                 shape = ("B, T" if self.batch_first else "T, B") if query.ndim == 3 else "T"
                 raise ValueError(f"{name}: expected ({shape}, {width}), got shape {tuple(x.shape)}")
-            if not torch.compiler.is_compiling():
-                check_dtype(self, name, x)
         if query.is_nested:
             return
         if key.shape[:-1] != value.shape[:-1]:
@@ -236,5 +235,5 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         out, weights, lse = attention_weights(*heads, **options)
         if self.add_zero_attn:
             weights = torch.cat([weights, torch.sigmoid(-lse)[..., None]], -1)
-        weights = weights.to(torch.promote_types(q.dtype, weights.dtype) if autocasting(q) else q.dtype)
+        weights = weights.to(q.dtype)
         return merge_heads(out), weights.mean(1) if average else weights

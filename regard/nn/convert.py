@@ -20,6 +20,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     ``keep=~key_padding_mask``. Where `kdim` or `vdim` differ from the width, the context is
     ``torch.cat([key, value], -1)``. `add_zero_attn` becomes a sink of 0.
 
+    To keep torch's signature, as inside a model of torch's, use `regard.nn.swap`.
+
     Raises TypeError for other modules, ValueError for `add_bias_kv`, whose learned key has no counterpart here.
 
     >>> import torch

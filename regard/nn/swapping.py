@@ -115,7 +115,7 @@ def _reason_to_leave(module: nn.MultiheadAttention) -> str | None:
     """Why a call of `module` may do something else than torch's own code with its parameters."""
     if isinstance(module, TorchMultiheadAttention):
         return "it runs on regard.attention already"
-    if parametrize.is_parametrized(module):
+    if any(map(parametrize.is_parametrized, module.modules())):
         return "its weights are parametrised"
     if type(module) is not nn.MultiheadAttention:
         return f"it is a {_kind(module)}, a subclass"

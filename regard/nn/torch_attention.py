@@ -126,7 +126,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
         q, k, v = self._project(query, key, value)
         if not batched:
             q, k, v = (x[None] for x in (q, k, v))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+            if isinstance(key_padding_mask, Tensor):
+                key_padding_mask = key_padding_mask[None]
         if not rows_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         appended = int(self.bias_k is not None)

@@ -108,7 +108,8 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
             query, key, value: (T, B, embed_dim), (S, B, kdim), (S, B, vdim); with `batch_first` (B, T, …); or without
                 a batch (T, …).
             key_padding_mask: (B, S), or (S,) without a batch; bool, True = ignored, or float, added.
-            need_weights: return the weights (B, T, S) too, the mean over the heads. Takes O(B H T S) memory.
+            need_weights: return the weights (B, T, S) too, the mean over the heads. They are computed after the output,
+                in O(B H T S) memory: slower than torch's, so say False where they are not used.
             attn_mask: (T, S) or (B * H, T, S); bool, True = may not attend, or float, added.
             average_attn_weights: False returns the weights of each head, (B, H, T, S).
             is_causal: `attn_mask` is the causal mask; where torch trusts this, without padding and weights, the mask is

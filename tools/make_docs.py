@@ -88,10 +88,13 @@ Written by `make docs` from the `__all__` of the catalogue's files: edit those, 
 {imports}
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.nn.convert import from_torch
+from regard.nn.swapping import SwapReport, swap, unswap
+from regard.nn.torch_attention import TorchMultiheadAttention
 
 __all__ = [{names}]
 '''
-SHARED = ("GatedRMSNorm", "MambaConfig", "Projections", "RMSNorm", "RelativePositionBias", "Scores", "from_torch")
+PARTS = ("GatedRMSNorm", "MambaConfig", "Projections", "RMSNorm", "RelativePositionBias", "Scores")
+SHARED = (*PARTS, "SwapReport", "TorchMultiheadAttention", "from_torch", "swap", "unswap")
 
 
 def layers(mechanisms: tuple[str, ...] | None = None) -> str:

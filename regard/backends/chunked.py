@@ -67,8 +67,10 @@ class _Chunked(torch.autograd.Function):
         call = dataclasses.replace(call, sink=None).with_tensors(tensors)
         out, lse, low = _forward(call)
         ctx.call, ctx.count = call, len(tensors)
-        # the mask's own tensors only so that torch notices where they change before the backward pass reads them
-        read = [] if call.mask is None else [t for t in tensors_of(call.mask) if not t.is_inference()]
+        # the mask's own tensors only so that torch notices where they change before the backward pass reads them;
+        # a compiler's graph keeps the values of the forward pass
+        watched = call.mask is not None and not torch.compiler.is_compiling()
+        read = [t for t in tensors_of(call.mask) if not t.is_inference()] if watched else []
         ctx.save_for_backward(*tensors, out, lse, low, *read)
         ctx.mark_non_differentiable(low)
         return out, lse, low

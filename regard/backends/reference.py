@@ -48,14 +48,16 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scores = torch.where(allowed, scores, never)
     top = scores.detach().amax(-1, keepdim=True) if k_len else never.expand(batch, q_heads, q_len, 1)
     top = torch.where(top == never, zero, top)
-    lifted = torch.exp(scores - top)
+    unrecorded = not torch.is_grad_enabled()  # then the largest tensors are worked on in place
+    lifted = scores.sub_(top).exp_() if unrecorded else torch.exp(scores - top)
     total = lifted.sum(-1, keepdim=True)
     dead = total == 0
     total = torch.where(dead, 1.0, total)  # on the input of log and division, so that no gradient is NaN
     log_total = torch.log(total)
     lse = torch.where(dead, never, top + log_total)
     low = torch.where(dead, zero, (top - lse) + log_total).detach()
-    return lifted / total, lse.squeeze(-1), low.squeeze(-1), v
+    p = lifted.div_(total) if unrecorded else lifted / total
+    return p, lse.squeeze(-1), low.squeeze(-1), v
 
 
 def weights(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -168,7 +168,7 @@ class Dense(Bias):
 
     def __post_init__(self) -> None:
         t = self.tensor
-        if isinstance(t, Tensor):
+        if isinstance(t, Tensor) and not torch.compiler.is_compiling():  # it cannot read layouts in a backward pass
             is_dense("bias", t)
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise TypeError(

@@ -9,11 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regard.checks import describe, is_dense, is_number_type
 
-__all__ = ["Record", "Traits", "check_tokens", "floating", "is_plain"]
+__all__ = ["Record", "Traits", "check_dtype", "check_tokens", "floating", "is_plain"]
+
+LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)
@@ -106,15 +109,15 @@ def check_tokens(layer: nn.Module, name: str, x: Tensor, dim: int, like: Tensor 
     if like is not None and x.shape[0] != like.shape[0]:
         raise ValueError(f"{name}: expected {like.shape[0]} rows, as x has, got {x.shape[0]}")
     if not torch.compiler.is_compiling():
-        _check_dtype(layer, name, x)
+        check_dtype(layer, name, x)
 
 
-def _check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
+def check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
     """Raise TypeError for tokens of a dtype that none of the layer's linear maps takes."""
     first = next(layer.parameters(), None)
     if first is None or first.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
         return
-    own = {module.weight.dtype for module in layer.modules() if type(module) is nn.Linear}
+    own = {module.weight.dtype for module in layer.modules() if type(module) in LINEAR}
     if own and x.dtype not in own:
         kinds = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own))
         raise TypeError(f"{name}: expected {kinds}, as the layer's weights are, got {describe(x)}")

@@ -21,6 +21,8 @@ from regard.mixers.retention import Retention
 from regard.mixers.rwkv6 import RWKV6
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
 from regard.nn.convert import from_torch
+from regard.nn.swapping import SwapReport, swap, unswap
+from regard.nn.torch_attention import TorchMultiheadAttention
 
 __all__ = [
     "DampedEMA",
@@ -52,6 +54,10 @@ __all__ = [
     "RelativePositionBias",
     "Retention",
     "Scores",
+    "SwapReport",
+    "TorchMultiheadAttention",
     "from_torch",
     "griffin_attention",
+    "swap",
+    "unswap",
 ]

@@ -20,6 +20,8 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     ``keep=~key_padding_mask``. Where `kdim` or `vdim` differ from the width, the context is
     ``torch.cat([key, value], -1)``. `add_zero_attn` becomes a sink of 0.
 
+    To keep torch's signature, as inside a model of torch's, use `regard.nn.swap`.
+
     Raises TypeError for other modules, ValueError for `add_bias_kv`, whose learned key has no counterpart here.
 
     >>> import torch
@@ -33,7 +35,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     if module.bias_k is not None or module.bias_v is not None:
         raise ValueError("module: add_bias_kv appends a learned key and value, which this layer has no part for")
     dim, heads = module.embed_dim, module.num_heads
-    split = not module._qkv_same_embed_dim
+    split = module.in_proj_weight is None
     kdim, vdim = module.kdim or dim, module.vdim or dim
     weight = module.q_proj_weight if split else module.in_proj_weight
     projections = Projections(

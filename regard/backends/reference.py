@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.backends.call import AttentionCall, sink_share, zero_unread
 from regard.backends.dropout import dropout_factor
+from regard.coordinates import is_recording
 
 __all__ = ["defer", "reject", "run", "weights"]
 
@@ -48,7 +49,7 @@ def _softmax(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scores = torch.where(allowed, scores, never)
     top = scores.detach().amax(-1, keepdim=True) if k_len else never.expand(batch, q_heads, q_len, 1)
     top = torch.where(top == never, zero, top)
-    unrecorded = not torch.is_grad_enabled()  # then the largest tensors are worked on in place
+    unrecorded = not torch.is_grad_enabled() and not is_recording()  # then the largest tensors are changed in place
     lifted = scores.sub_(top).exp_() if unrecorded else torch.exp(scores - top)
     total = lifted.sum(-1, keepdim=True)
     dead = total == 0

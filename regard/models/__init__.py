@@ -21,6 +21,7 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
+from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
 from regard.models.model import Model, Origin
 from regard.models.sampling import Sampling
@@ -67,6 +68,7 @@ __all__ = [
     "Tokenizer",
     "activation",
     "generate",
+    "initialise",
     "load",
     "save",
     "stream",

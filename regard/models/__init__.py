@@ -12,6 +12,7 @@ from regard.models.blocks import (
     ScaledResidual,
     Softcap,
 )
+from regard.models.building import decoder, from_config
 from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
 from regard.models.cross import CrossBlock, CrossCache, CrossPostNorm, CrossPreNorm
@@ -67,6 +68,8 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "activation",
+    "decoder",
+    "from_config",
     "generate",
     "initialise",
     "load",

@@ -11,7 +11,7 @@ from torch import nn
 
 from regard.checks import describe
 from regard.errors import CheckpointError
-from regard.models.checkpoints import DTYPES, dtype_of, place, read_origin, stated_dtype, torch_device
+from regard.models.checkpoints import DTYPES, dtype_of, place, read_options, read_origin, stated_dtype, torch_device
 from regard.models.decoder import Decoder
 from regard.models.files import Asked, is_file, is_folder
 from regard.models.initialisation import initialise
@@ -129,7 +129,7 @@ def _origin(config: object) -> tuple[Origin, str]:
         raise TypeError(f"config: expected options, a preset's name or a folder, got {describe(config)}")
     path = Path(config)
     if is_folder(path) and (is_file(path / "config.json") or str(config).lower() not in PRESETS):
-        return read_origin(path), str(path / "config.json")
+        return read_origin(path, *read_options(path)), str(path / "config.json")
     if isinstance(config, Path) or str(config).lower() not in PRESETS:
         raise ValueError(
             f"config: expected options, a folder with config.json, or one of {', '.join(PRESETS)}, got {str(config)!r}"

@@ -20,7 +20,7 @@ from regard.models.model import Model, Origin
 from regard.models.tables import ComputedTensor, Row, listed, part_of, parts_of, whole_name
 from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
 
-__all__ = ["DTYPES", "dtype_of", "load", "place", "read_origin", "save", "stated_dtype", "torch_device"]
+__all__ = ["DTYPES", "dtype_of", "load", "place", "read_options", "read_origin", "save", "stated_dtype", "torch_device"]
 
 Progress = Callable[[int, int], None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -83,23 +83,26 @@ def torch_device(device: object) -> torch.device:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> Model:
-    origin = read_origin(folder)
-    layout = origin.layout
-    assert isinstance(layout, Layout)
+    config, layout = read_options(folder)
     source = _Renamed(SafetensorsSource(folder), layout)
+    origin = read_origin(folder, config, layout)
     asked = Asked(source.has)
-    plan = layout.read(origin.config, str(folder / "config.json"), asked, source.shapes())
+    plan = layout.read(config, str(folder / "config.json"), asked, source.shapes())
     origin = dataclasses.replace(origin, parts=asked.answers)
-    kind = dtype or stated_dtype(origin.config, "config.json") or _largest_dtype(source)
+    kind = dtype or stated_dtype(config, "config.json") or _largest_dtype(source)
     return _fill(plan, origin, source, kind, device, progress)
 
 
-def read_origin(folder: Path) -> Origin:
-    """What a folder says of its model beside the tensors: the family, its options, its tokenizer."""
+def read_options(folder: Path) -> tuple[dict[str, Any], Layout]:
+    """The options of a folder, and the family that they name."""
     if not is_file(folder / "config.json"):
         raise CheckpointError(f"path: expected a folder with config.json, got {folder}, which has none")
     config = read_json(folder / "config.json")
-    layout = layout_of(config, str(folder / "config.json"))
+    return config, layout_of(config, str(folder / "config.json"))
+
+
+def read_origin(folder: Path, config: Mapping[str, Any], layout: Layout) -> Origin:
+    """What a folder says of its model beside the tensors: the family, its options, its tokenizer."""
     extras = {n: read_json(folder / n) for n in EXTRAS if is_file(folder / n)}
     tokenizer = read_tokenizer(folder, config, extras)
     return Origin(

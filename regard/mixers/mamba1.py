@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from regard.checks import is_factory, is_part, whole
 from regard.decays import fill_step_bias, softplus_step, state_rate
 from regard.mixers.base import Record, is_plain
-from regard.mixers.parts import MambaConfig, RMSNorm, ShortConv, merge_heads, split_heads
+from regard.mixers.parts import MambaConfig, RMSNorm, ShortConv, linear_with_start, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States
 from regard.mixers.sequence import TokenSequence, compute_dtype, widened
 from regard.ops.checks import lowered
@@ -26,13 +26,11 @@ from regard.ops.checks import lowered
 __all__ = ["Mamba", "records"]
 
 
-class StepProjection(nn.Linear):
-    """The map from low-rank steps to those of every channel, which starts with steps from 0.001 to 0.1."""
-
-    def reset_parameters(self) -> None:
-        bound = self.in_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-        fill_step_bias(self.bias)
+def start_steps(linear: nn.Linear) -> None:
+    """Starts the map from low-rank steps to those of every channel, with steps from 0.001 to 0.1."""
+    bound = linear.in_features**-0.5
+    nn.init.uniform_(linear.weight, -bound, bound)
+    fill_step_bias(linear.bias)
 
 
 class Mamba(RecurrentLayer):
@@ -80,7 +78,7 @@ class Mamba(RecurrentLayer):
         self.in_proj = nn.Linear(dim, 2 * self.width, bias=p.bias)
         self.conv = ShortConv(self.width, p.conv_size, bias=p.conv_bias)
         self.x_proj = nn.Linear(self.width, self.rank + 2 * state_dim, bias=False)
-        self.dt_proj = StepProjection(self.rank, self.width)
+        self.dt_proj = linear_with_start(self.rank, self.width, start_steps)
         self.A_log = nn.Parameter(torch.empty(self.width, state_dim))
         self.D = nn.Parameter(torch.empty(self.width))
         self.dt_norm = None if norm is None else norm(self.rank)

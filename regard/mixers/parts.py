@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ __all__ = [
     "ShortConv",
     "fill_rates",
     "l2_normalized",
+    "linear_with_start",
     "low_rank",
     "merge_heads",
     "split_heads",
@@ -210,6 +212,20 @@ def low_rank(dim: int, rank: int | None, out: int, *, bias: bool = False) -> nn.
     if rank is None:
         return nn.Linear(dim, out, bias=bias)
     return nn.Sequential(nn.Linear(dim, whole("rank", rank, 1), bias=False), nn.Linear(rank, out, bias=bias))
+
+
+def linear_with_start(inputs: int, outputs: int, start: Callable[[nn.Linear], None], *, bias: bool = True) -> nn.Linear:
+    """A linear map whose `reset_parameters` is `start` of it, and which starts so.
+
+    It is an ``nn.Linear`` and no subclass: quantisers and adapters find maps by their class.
+    """
+    place = torch.get_default_device()
+    with torch.device("meta"):  # torch's own start would draw in vain
+        linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.to_empty(device=place)
+    linear.reset_parameters = partial(start, linear)  # type: ignore[method-assign]
+    linear.reset_parameters()
+    return linear
 
 
 def fill_rates(log_rates: Tensor, low: float, high: float) -> None:

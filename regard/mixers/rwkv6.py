@@ -12,6 +12,7 @@ key and value it meets through a learned bonus u. Peng et al. 2024, arXiv:2404.0
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from regard.checks import norm_eps, whole
 from regard.decays import state_rate
 from regard.mixers.base import Record
 from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
-from regard.mixers.parts import merge_heads, split_heads
+from regard.mixers.parts import linear_with_start, merge_heads, split_heads
 from regard.mixers.recurrent import States
 from regard.mixers.sequence import TokenSequence, widened
 from regard.ops.checks import scale_of, without_autocast
@@ -175,24 +176,16 @@ def read_then_write(
         return past + own * v, last
 
 
-class _Inner(nn.Linear):
-    """A of ``l + B tanh(A x)``: it begins at 0."""
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
+def _start_inner(linear: nn.Linear) -> None:
+    """A of ``l + B tanh(A x)`` starts at 0."""
+    nn.init.zeros_(linear.weight)
 
 
-class _Outer(nn.Linear):
-    """B, small at first, and l, which begins as `start` of its size gives it."""
-
-    def __init__(self, rank: int, out: int, start: Callable[[Tensor], Tensor]) -> None:
-        self.start = start
-        super().__init__(rank, out)
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -0.01, 0.01)
-        with torch.no_grad():
-            self.bias.copy_(self.start(torch.linspace(0.0, 1.0, self.out_features, device=self.bias.device)))
+def _start_outer(begin: Callable[[Tensor], Tensor], linear: nn.Linear) -> None:
+    """B starts small, and l as `begin` says for every channel's place from 0 to 1."""
+    nn.init.uniform_(linear.weight, -0.01, 0.01)
+    with torch.no_grad():
+        linear.bias.copy_(begin(torch.linspace(0.0, 1.0, linear.out_features, device=linear.bias.device)))
 
 
 def _half(place: Tensor) -> Tensor:
@@ -204,9 +197,10 @@ def _slow_to_fast(place: Tensor) -> Tensor:
     return -6.0 + 5.0 * place**0.7
 
 
-def _lora(dim: int, rank: int, out: int, start: Callable[[Tensor], Tensor]) -> nn.Sequential:
-    """``l + B tanh(A x)``, which begins as l = `start`."""
-    return nn.Sequential(_Inner(dim, rank, bias=False), nn.Tanh(), _Outer(rank, out, start))
+def _lora(dim: int, rank: int, out: int, begin: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    """``l + B tanh(A x)``, which begins as l."""
+    inner = linear_with_start(dim, rank, _start_inner, bias=False)
+    return nn.Sequential(inner, nn.Tanh(), linear_with_start(rank, out, partial(_start_outer, begin)))
 
 
 records = (

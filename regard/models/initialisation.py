@@ -95,6 +95,8 @@ def _owned(part: nn.Module) -> dict[str, Tensor]:
 
 def _starts_as(part: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module's start is that of torch's class, and no mechanism's own."""
+    if "reset_parameters" in vars(part):
+        return False
     return getattr(type(part), "reset_parameters", None) is getattr(kind, "reset_parameters", None)
 
 

@@ -192,3 +192,15 @@ def test_a_reset_keeps_a_layers_parameters_themselves(record):
     reset(layer, layer.modules())
     assert all(p is held[name] and p.requires_grad and p.grad_fn is None for name, p in layer.named_parameters())
     assert held.keys() == dict(copied.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv6"])
+def test_a_copy_resets_its_own_linear_maps(name):
+    (record,) = (r for r in RECORDS if r.name == name)
+    layer = record.build(DIM, 4)
+    other = filled_with_nan(copy.deepcopy(layer))
+    reset(other, other.modules())
+    assert all(bool(tensor.isfinite().all()) for tensor in other.parameters())
+    before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
+    reset(filled_with_nan(other), other.modules())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())

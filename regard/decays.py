@@ -34,6 +34,7 @@ __all__ = [
     "complement_decay",
     "complement_decay_from_logit",
     "damped_decay",
+    "fill_step_bias",
     "fixed_slopes",
     "lightning_slopes",
     "logsigmoid_decay",
@@ -331,5 +332,15 @@ def step_bias(count: int, low: float = 1e-3, high: float = 0.1, floor: float = 1
     >>> 1e-4 <= softplus_step(step_bias(1)).item() <= 0.11
     True
     """
-    step = torch.exp(torch.empty(count).uniform_(math.log(low), math.log(high))).clamp_min(floor)
-    return step + torch.log(-torch.expm1(-step))
+    return fill_step_bias(torch.empty(count), low, high, floor)
+
+
+def fill_step_bias(bias: Tensor, low: float = 1e-3, high: float = 0.1, floor: float = 1e-4) -> Tensor:
+    """`step_bias` written over a tensor, in place.
+
+    >>> 1e-4 <= softplus_step(fill_step_bias(torch.empty(1))).item() <= 0.11
+    True
+    """
+    with torch.no_grad():
+        step = bias.uniform_(math.log(low), math.log(high)).exp_().clamp_min_(floor)
+        return bias.add_(torch.log(-torch.expm1(-step)))

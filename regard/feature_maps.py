@@ -127,8 +127,14 @@ class Rebased(Quadratic):
     def __init__(self, heads: int, dim: int, *, scale: float | None = None, eps: float = 1e-5) -> None:
         super().__init__(heads, dim, scale=scale)
         self.eps, shape = norm_eps(eps, 1e-25), (self.heads, self.dim)
-        self.q_weight, self.k_weight = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.ones(shape))
-        self.q_bias, self.k_bias = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
+        self.q_weight, self.k_weight = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))
+        self.q_bias, self.k_bias = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight, bias in ((self.q_weight, self.q_bias), (self.k_weight, self.k_bias)):
+            nn.init.ones_(weight)
+            nn.init.zeros_(bias)
 
     def queries(self, q: Tensor) -> Tensor:
         return super().queries(self._normed(q, self.q_weight, self.q_bias))

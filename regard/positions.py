@@ -291,8 +291,8 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"

@@ -46,7 +46,13 @@ class ExponentialMovingAverage(VectorStateLayer):
         self.dim = self.width = whole("dim", dim, 1)
         if not 0.0 < alpha < 1.0:
             raise ValueError(f"alpha: expected a number in (0, 1), got {alpha}")
-        self.logit = nn.Parameter(torch.full((dim,), math.log(alpha) - math.log1p(-alpha)))
+        self.alpha = alpha
+        self.logit = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts every channel's weight at `alpha` again."""
+        nn.init.constant_(self.logit, math.log(self.alpha) - math.log1p(-self.alpha))
 
     def inputs(self, seq: TokenSequence, states: States) -> VectorInputs:
         log_a = complement_decay_from_logit(self.logit)
@@ -78,13 +84,22 @@ class DampedEMA(RecurrentLayer):
         super().__init__()
         self.dim, self.states, self.bidirectional = whole("dim", dim, 1), whole("states", states, 1), bidirectional
         rows = 2 * dim if bidirectional else dim
-        signs = torch.ones(states)
-        signs[1::2] = -1.0
-        self.delta = nn.Parameter(torch.randn(rows, states) * 0.2)
-        self.alpha = nn.Parameter(torch.randn(rows, states) * 0.2)
-        self.beta = nn.Parameter(signs + torch.randn(rows, states) * 0.02)
-        self.gamma = nn.Parameter(torch.randn(rows, states))
-        self.omega = nn.Parameter(torch.randn(dim))
+        self.delta = nn.Parameter(torch.empty(rows, states))
+        self.alpha = nn.Parameter(torch.empty(rows, states))
+        self.beta = nn.Parameter(torch.empty(rows, states))
+        self.gamma = nn.Parameter(torch.empty(rows, states))
+        self.omega = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts anew as the authors' code does: beta near 1, -1, 1, …, the others round 0."""
+        for parameter, std in ((self.delta, 0.2), (self.alpha, 0.2), (self.beta, 0.02)):
+            nn.init.normal_(parameter, std=std)
+        with torch.no_grad():
+            self.beta[:, 0::2].add_(1.0)
+            self.beta[:, 1::2].sub_(1.0)
+        nn.init.normal_(self.gamma)
+        nn.init.normal_(self.omega)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.dim, self.states)}

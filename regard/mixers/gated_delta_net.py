@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.checks import is_factory
-from regard.decays import softplus_decay, step_bias
+from regard.decays import fill_step_bias, softplus_decay
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
-from regard.mixers.parts import GatedRMSNorm
+from regard.mixers.parts import GatedRMSNorm, fill_rates
 
 __all__ = ["GatedDeltaNet", "records"]
 
@@ -66,11 +66,17 @@ class GatedDeltaNet(DeltaRuleLayer):
         is_factory("norm", norm)
         values = heads * self.value_dim
         self.a_proj = nn.Linear(dim, heads, bias=False)
-        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16.0).log())
-        self.dt_bias = nn.Parameter(step_bias(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
         self.g_proj = nn.Linear(dim, values, bias=False)
         self.norm = norm(self.value_dim)
         self.o_proj = nn.Linear(values, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew: rates from 0.01 to 16, steps from 0.001 to 0.1."""
+        fill_rates(self.A_log, 0.01, 16.0)
+        fill_step_bias(self.dt_bias)
 
     def log_decay(self, x: Tensor) -> Tensor:
         return softplus_decay(self.a_proj(x), self.A_log, self.dt_bias).transpose(1, 2)

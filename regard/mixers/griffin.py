@@ -32,8 +32,13 @@ class BlockDiagonal(nn.Module):
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
         size = width // blocks
-        self.weight = nn.Parameter(torch.randn(blocks, size, size) * size**-0.5)
-        self.bias = nn.Parameter(torch.zeros(blocks, size))
+        self.weight = nn.Parameter(torch.empty(blocks, size, size))
+        self.bias = nn.Parameter(torch.empty(blocks, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        nn.init.zeros_(self.bias)
 
     def matrix_macs(self) -> int:
         """Multiply-accumulates of one token."""
@@ -88,11 +93,16 @@ class GriffinRecurrent(VectorStateLayer):
         self.conv = ShortConv(self.width, conv_size, bias=True, silu=False)
         self.recurrence_gate = BlockDiagonal(self.width, heads)
         self.input_gate = BlockDiagonal(self.width, heads)
-        # As the authors' code does: what remains after a step with r = 1/8 is between 0.9 and 0.999.
-        kept = torch.empty(self.width).uniform_(0.9**2, 0.999**2).sqrt()
-        self.p = nn.Parameter(torch.log(torch.expm1(-torch.log(kept))))
+        self.p = nn.Parameter(torch.empty(self.width))
         self.activation = nn.GELU(approximate="tanh") if activation is None else activation
         self.o_proj = nn.Linear(self.width, dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts `p` anew, as the authors' code does: a step with r = 1/8 keeps between 0.9 and 0.999."""
+        nn.init.uniform_(self.p, 0.9**2, 0.999**2)
+        with torch.no_grad():
+            self.p.sqrt_().log_().neg_().expm1_().log_()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.width,), "conv": self.conv.state_shape}

@@ -34,7 +34,11 @@ class ForgetBounds(nn.Module):
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(whole("layers", layers, 1), whole("width", width, 1)))
+        self.weight = nn.Parameter(torch.empty(whole("layers", layers, 1), whole("width", width, 1)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
     def bound(self, layer: int) -> ForgetBound:
         """The lower bound of one layer, as a module that shares this table."""

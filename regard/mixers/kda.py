@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.checks import is_part, norm_eps
-from regard.decays import bounded_decay, softplus_decay, step_bias
+from regard.decays import bounded_decay, fill_step_bias, softplus_decay
 from regard.mixers.base import Record
 from regard.mixers.delta_rule import DeltaRuleLayer
-from regard.mixers.parts import GatedRMSNorm, low_rank, split_heads
+from regard.mixers.parts import GatedRMSNorm, fill_rates, low_rank, split_heads
 
 __all__ = ["KDAGates", "KimiDeltaAttention", "records"]
 
@@ -94,14 +94,22 @@ class KimiDeltaAttention(DeltaRuleLayer):
         is_part("gates", gates, KDAGates)
         gates = KDAGates(decay_rank=self.value_dim, gate_rank=self.value_dim) if gates is None else gates
         keys, values = heads * self.key_dim, heads * self.value_dim
-        rates = torch.ones(heads) if gates.low is not None else torch.empty(heads).uniform_(1.0, 16.0)
         self.low = gates.low
         self.decay_proj = low_rank(dim, gates.decay_rank, keys)
-        self.A_log = nn.Parameter(rates.log())
-        self.dt_bias = nn.Parameter(step_bias(keys))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(keys))
         self.g_proj = low_rank(dim, gates.gate_rank, values, bias=gates.gate_bias)
         self.norm = GatedRMSNorm(self.value_dim, eps=gates.eps, gate="sigmoid")
         self.o_proj = nn.Linear(values, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew: rates from 1 to 16 (1 where bounded), steps from 0.001 to 0.1."""
+        if self.low is None:
+            fill_rates(self.A_log, 1.0, 16.0)
+        else:
+            nn.init.zeros_(self.A_log)
+        fill_step_bias(self.dt_bias)
 
     def log_decay(self, x: Tensor) -> Tensor:
         raw = split_heads(self.decay_proj(x), self.heads)

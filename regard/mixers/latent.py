@@ -104,7 +104,13 @@ class MultiHeadLatentAttention(nn.Module):
         self.gate = p.gate
         self.gate_proj = nn.Linear(dim, heads if p.gate == "head" else values, bias=False) if p.gate else None
         self.o_proj = nn.Linear(values, dim, bias=p.bias)
-        self.sink = nn.Parameter(torch.zeros(heads)) if self.scores.sink else None
+        self.sink = nn.Parameter(torch.empty(heads)) if self.scores.sink else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew; its parts have the same method."""
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
 
     @property
     def scale(self) -> float:

@@ -16,14 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checks import is_factory, is_part, whole
-from regard.decays import softplus_step, state_rate, step_bias
+from regard.decays import fill_step_bias, softplus_step, state_rate
 from regard.mixers.base import Record, is_plain
-from regard.mixers.parts import MambaConfig, RMSNorm, ShortConv, merge_heads, split_heads
+from regard.mixers.parts import MambaConfig, RMSNorm, ShortConv, linear_with_start, merge_heads, split_heads
 from regard.mixers.recurrent import RecurrentLayer, States
 from regard.mixers.sequence import TokenSequence, compute_dtype, widened
 from regard.ops.checks import lowered
 
 __all__ = ["Mamba", "records"]
+
+
+def start_steps(linear: nn.Linear) -> None:
+    """Starts the map from low-rank steps to those of every channel, with steps from 0.001 to 0.1."""
+    bound = linear.in_features**-0.5
+    nn.init.uniform_(linear.weight, -bound, bound)
+    fill_step_bias(linear.bias)
 
 
 class Mamba(RecurrentLayer):
@@ -71,16 +78,20 @@ class Mamba(RecurrentLayer):
         self.in_proj = nn.Linear(dim, 2 * self.width, bias=p.bias)
         self.conv = ShortConv(self.width, p.conv_size, bias=p.conv_bias)
         self.x_proj = nn.Linear(self.width, self.rank + 2 * state_dim, bias=False)
-        self.dt_proj = nn.Linear(self.rank, self.width)
-        self.A_log = nn.Parameter(torch.arange(1.0, state_dim + 1).log().repeat(self.width, 1))
-        self.D = nn.Parameter(torch.ones(self.width))
+        self.dt_proj = linear_with_start(self.rank, self.width, start_steps)
+        self.A_log = nn.Parameter(torch.empty(self.width, state_dim))
+        self.D = nn.Parameter(torch.empty(self.width))
         self.dt_norm = None if norm is None else norm(self.rank)
         self.B_norm = None if norm is None else norm(state_dim)
         self.C_norm = None if norm is None else norm(state_dim)
         self.out_proj = nn.Linear(self.width, dim, bias=p.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew: rates 1, 2, … N in every channel, and D = 1."""
         with torch.no_grad():
-            self.dt_proj.weight.uniform_(-(self.rank**-0.5), self.rank**-0.5)
-            self.dt_proj.bias.copy_(step_bias(self.width))
+            self.A_log.copy_(torch.arange(1.0, self.state_dim + 1, device=self.A_log.device).log())
+        nn.init.ones_(self.D)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.width, self.state_dim), "conv": self.conv.state_shape}

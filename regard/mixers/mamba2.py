@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.checks import is_part, whole
-from regard.decays import softplus_decay, softplus_step, step_bias
+from regard.decays import fill_step_bias, softplus_decay, softplus_step
 from regard.mixers.base import Record
 from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
-from regard.mixers.parts import GatedRMSNorm, MambaConfig, ShortConv, merge_heads, split_heads
+from regard.mixers.parts import GatedRMSNorm, MambaConfig, ShortConv, fill_rates, merge_heads, split_heads
 from regard.mixers.recurrent import States
 from regard.mixers.sequence import TokenSequence, widened
 from regard.transitions import Decay
@@ -84,11 +84,18 @@ class Mamba2(MatrixStateLayer):
         channels = self.width + 2 * groups * state_dim
         self.in_proj = nn.Linear(dim, self.width + channels + heads, bias=p.bias)
         self.conv = ShortConv(channels, p.conv_size, bias=p.conv_bias)
-        self.dt_bias = nn.Parameter(step_bias(heads))
-        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1.0, 16.0).log())
-        self.D = nn.Parameter(torch.ones(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
         self.norm = GatedRMSNorm(self.width, groups, eps=p.eps, gate_first=True)
         self.out_proj = nn.Linear(self.width, dim, bias=p.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew: steps from 0.001 to 0.1, rates from 1 to 16, D = 1."""
+        fill_step_bias(self.dt_bias)
+        fill_rates(self.A_log, 1.0, 16.0)
+        nn.init.ones_(self.D)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"state": (self.heads, self.state_dim, self.head_dim), "conv": self.conv.state_shape}

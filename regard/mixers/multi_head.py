@@ -94,7 +94,13 @@ class MultiHeadAttention(nn.Module):
         whole_width = p.norm_over == "all"
         self.q_norm = p.norm(q_width if whole_width else self.head_dim) if p.norm is not None else None
         self.k_norm = p.norm(kv_width if whole_width else self.head_dim) if p.norm is not None else None
-        self.sink = nn.Parameter(torch.zeros(self.heads)) if self.scores.sink else None
+        self.sink = nn.Parameter(torch.empty(self.heads)) if self.scores.sink else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew; its parts have the same method."""
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
 
     @takes_token_layout
     def forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ __all__ = [
     "RelativePositionBias",
     "Scores",
     "ShortConv",
+    "fill_rates",
     "l2_normalized",
+    "linear_with_start",
     "low_rank",
     "merge_heads",
     "split_heads",
@@ -63,7 +66,11 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6, unit_offset: bool = False) -> None:
         super().__init__()
         self.eps, self.unit_offset = norm_eps(eps), unit_offset
-        self.weight = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.unit_offset else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
@@ -103,7 +110,11 @@ class GatedRMSNorm(nn.Module):
         if dim % whole("groups", groups, 1):
             raise ValueError(f"groups: expected a divisor of dim={dim}, got {groups}")
         self.groups, self.eps, self.gate, self.gate_first = groups, norm_eps(eps), gate, gate_first
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -131,9 +142,15 @@ class ShortConv(nn.Module):
     def __init__(self, channels: int, conv_size: int = 4, *, bias: bool = False, silu: bool = True) -> None:
         super().__init__()
         self.channels, self.conv_size, self.silu = channels, whole("conv_size", conv_size, 1), silu
-        bound = conv_size**-0.5
-        self.weight = nn.Parameter(torch.empty(channels, conv_size).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.weight = nn.Parameter(torch.empty(channels, conv_size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.conv_size**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -195,6 +212,26 @@ def low_rank(dim: int, rank: int | None, out: int, *, bias: bool = False) -> nn.
     if rank is None:
         return nn.Linear(dim, out, bias=bias)
     return nn.Sequential(nn.Linear(dim, whole("rank", rank, 1), bias=False), nn.Linear(rank, out, bias=bias))
+
+
+def linear_with_start(inputs: int, outputs: int, start: Callable[[nn.Linear], None], *, bias: bool = True) -> nn.Linear:
+    """A linear map whose `reset_parameters` is `start` of it, and which starts so.
+
+    It is an ``nn.Linear`` and no subclass: quantisers and adapters find maps by their class.
+    """
+    place = torch.get_default_device()
+    with torch.device("meta"):  # torch's own start would draw in vain
+        linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.to_empty(device=place)
+    linear.reset_parameters = partial(start, linear)  # type: ignore[method-assign]
+    linear.reset_parameters()
+    return linear
+
+
+def fill_rates(log_rates: Tensor, low: float, high: float) -> None:
+    """Logarithms of rates of decay that are uniform between `low` and `high`, written over a tensor."""
+    with torch.no_grad():
+        log_rates.uniform_(low, high).log_()
 
 
 @dataclass(frozen=True)
@@ -259,8 +296,12 @@ class RelativePositionBias(nn.Module):
 
     def __init__(self, buckets: int, heads: int, *, bidirectional: bool = True, max_distance: int = 128) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(buckets, heads) * 0.02)
+        self.weight = nn.Parameter(torch.empty(buckets, heads))
         self.bidirectional, self.max_distance = bidirectional, max_distance
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
 
     def forward(self) -> RelativeBuckets:
         return RelativeBuckets(self.weight, self.bidirectional, self.max_distance)

@@ -11,6 +11,9 @@ key and value it meets through a learned bonus u. Peng et al. 2024, arXiv:2404.0
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from regard.checks import norm_eps, whole
 from regard.decays import state_rate
 from regard.mixers.base import Record
 from regard.mixers.matrix_state import MatrixInputs, MatrixStateLayer
-from regard.mixers.parts import merge_heads, split_heads
+from regard.mixers.parts import linear_with_start, merge_heads, split_heads
 from regard.mixers.recurrent import States
 from regard.mixers.sequence import TokenSequence, widened
 from regard.ops.checks import scale_of, without_autocast
@@ -37,8 +40,13 @@ class HeadLayerNorm(nn.Module):
     def __init__(self, heads: int, size: int, eps: float) -> None:
         super().__init__()
         self.eps = norm_eps(eps)
-        self.weight = nn.Parameter(torch.ones(heads, size))
-        self.bias = nn.Parameter(torch.zeros(heads, size))
+        self.weight = nn.Parameter(torch.empty(heads, size))
+        self.bias = nn.Parameter(torch.empty(heads, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x (B, H, T, D), times silu(z), in z's dtype."""
@@ -89,14 +97,20 @@ class RWKV6(MatrixStateLayer):
         self.make_projections(dim, heads, key_dim=key_dim, value_dim=value_dim)
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.g_proj = nn.Linear(dim, values, bias=False)
-        self.mu = nn.Parameter(torch.full((dim,), 0.5))
-        half = torch.full((dim,), 0.5)
-        self.mix = nn.ModuleDict({name: _lora(dim, whole("mix_rank", mix_rank, 1), half) for name in INPUTS})
-        slow_to_fast = -6.0 + 5.0 * torch.linspace(0.0, 1.0, keys) ** 0.7
-        self.decay = _lora(dim, whole("decay_rank", decay_rank, 1), slow_to_fast)
-        self.bonus = nn.Parameter(0.1 * ((torch.arange(keys) + 1) % 3 - 1.0).view(heads, self.key_dim))
+        self.mu = nn.Parameter(torch.empty(dim))
+        self.mix = nn.ModuleDict({name: _lora(dim, whole("mix_rank", mix_rank, 1), dim, _half) for name in INPUTS})
+        self.decay = _lora(dim, whole("decay_rank", decay_rank, 1), keys, _slow_to_fast)
+        self.bonus = nn.Parameter(torch.empty(heads, self.key_dim))
         self.norm = HeadLayerNorm(heads, self.value_dim, eps)
         self.o_proj = nn.Linear(values, dim, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts the layer's own parameters anew: half of the token before enters, the bonus is near 0."""
+        nn.init.constant_(self.mu, 0.5)
+        with torch.no_grad():
+            channels = torch.arange(self.bonus.numel(), device=self.bonus.device)
+            self.bonus.copy_((0.1 * ((channels + 1) % 3 - 1.0)).view_as(self.bonus))
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {**super().state_shapes(), "last": (1, self.dim)}
@@ -162,14 +176,31 @@ def read_then_write(
         return past + own * v, last
 
 
-def _lora(dim: int, rank: int, start: Tensor) -> nn.Sequential:
-    """``l + B tanh(A x)``, which begins as l = `start`."""
-    inner, outer = nn.Linear(dim, rank, bias=False), nn.Linear(rank, len(start))
+def _start_inner(linear: nn.Linear) -> None:
+    """A of ``l + B tanh(A x)`` starts at 0."""
+    nn.init.zeros_(linear.weight)
+
+
+def _start_outer(begin: Callable[[Tensor], Tensor], linear: nn.Linear) -> None:
+    """B starts small, and l as `begin` says for every channel's place from 0 to 1."""
+    nn.init.uniform_(linear.weight, -0.01, 0.01)
     with torch.no_grad():
-        inner.weight.zero_()
-        outer.weight.uniform_(-0.01, 0.01)
-        outer.bias.copy_(start)
-    return nn.Sequential(inner, nn.Tanh(), outer)
+        linear.bias.copy_(begin(torch.linspace(0.0, 1.0, linear.out_features, device=linear.bias.device)))
+
+
+def _half(place: Tensor) -> Tensor:
+    return torch.full_like(place, 0.5)
+
+
+def _slow_to_fast(place: Tensor) -> Tensor:
+    """The decay's l, by a channel's place from 0 to 1."""
+    return -6.0 + 5.0 * place**0.7
+
+
+def _lora(dim: int, rank: int, out: int, begin: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    """``l + B tanh(A x)``, which begins as l."""
+    inner = linear_with_start(dim, rank, _start_inner, bias=False)
+    return nn.Sequential(inner, nn.Tanh(), linear_with_start(rank, out, partial(_start_outer, begin)))
 
 
 records = (

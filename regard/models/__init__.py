@@ -12,6 +12,7 @@ from regard.models.blocks import (
     ScaledResidual,
     Softcap,
 )
+from regard.models.building import decoder, from_config
 from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
 from regard.models.cross import CrossBlock, CrossCache, CrossPostNorm, CrossPreNorm
@@ -21,6 +22,7 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
+from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
 from regard.models.model import Model, Origin
 from regard.models.sampling import Sampling
@@ -66,7 +68,10 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "activation",
+    "decoder",
+    "from_config",
     "generate",
+    "initialise",
     "load",
     "save",
     "stream",

@@ -20,7 +20,7 @@ from regard.models.model import Model, Origin
 from regard.models.tables import ComputedTensor, Row, listed, part_of, parts_of, whole_name
 from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
 
-__all__ = ["load", "save"]
+__all__ = ["DTYPES", "dtype_of", "load", "place", "read_options", "read_origin", "save", "stated_dtype", "torch_device"]
 
 Progress = Callable[[int, int], None]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,7 +60,7 @@ def load(
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype: expected {_DTYPE_NAMES}, or None for the checkpoint's own, got {dtype!r}")
-    path, device = path_of("path", path), _device(device)
+    path, device = path_of("path", path), torch_device(device)
     if is_folder(path):
         return _load_folder(path, dtype, device, progress)
     if not is_file(path):
@@ -73,7 +73,7 @@ def load(
     return _fill(plan, origin, source, dtype or torch.float32, device, progress)
 
 
-def _device(device: object) -> torch.device:
+def torch_device(device: object) -> torch.device:
     if isinstance(device, (str, torch.device)) or device is None:
         try:
             return torch.device(device or "cpu")
@@ -83,38 +83,54 @@ def _device(device: object) -> torch.device:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress | None) -> Model:
+    config, layout = read_options(folder)
+    source = _Renamed(SafetensorsSource(folder), layout)
+    origin = read_origin(folder, config, layout)
+    asked = Asked(source.has)
+    plan = layout.read(config, str(folder / "config.json"), asked, source.shapes())
+    origin = dataclasses.replace(origin, parts=asked.answers)
+    kind = dtype or stated_dtype(config, "config.json") or _largest_dtype(source)
+    return _fill(plan, origin, source, kind, device, progress)
+
+
+def read_options(folder: Path) -> tuple[dict[str, Any], Layout]:
+    """The options of a folder, and the family that they name."""
     if not is_file(folder / "config.json"):
         raise CheckpointError(f"path: expected a folder with config.json, got {folder}, which has none")
     config = read_json(folder / "config.json")
-    layout = layout_of(config, str(folder / "config.json"))
-    source = _Renamed(SafetensorsSource(folder), layout)
+    return config, layout_of(config, str(folder / "config.json"))
+
+
+def read_origin(folder: Path, config: Mapping[str, Any], layout: Layout) -> Origin:
+    """What a folder says of its model beside the tensors: the family, its options, its tokenizer."""
     extras = {n: read_json(folder / n) for n in EXTRAS if is_file(folder / n)}
     tokenizer = read_tokenizer(folder, config, extras)
-    origin = Origin(
+    return Origin(
         layout=layout,
         config=config,
         tokenizer=tokenizer,
         end_ids=read_end_ids(folder, config, extras, tokenizer),
         extras=extras,
     )
-    asked = Asked(source.has)
-    plan = layout.read(config, str(folder / "config.json"), asked, source.shapes())
-    origin = dataclasses.replace(origin, parts=asked.answers)
-    return _fill(plan, origin, source, dtype or _stated_dtype(config, source), device, progress)
 
 
-def _stated_dtype(config: Mapping[str, Any], source: Source) -> torch.dtype:
-    """The dtype that the options state; where they do not, that of the largest tensor."""
+def stated_dtype(config: Mapping[str, Any], where: str) -> torch.dtype | None:
+    """The dtype that the options state, or ``None`` where they do not."""
     stated = config.get("dtype", config.get("torch_dtype"))
     if stated is None:
-        foreign = source.foreign()
-        shapes = {name: shape for name, shape in source.shapes().items() if name not in foreign}
-        largest = max(shapes, key=lambda n: torch.Size(shapes[n]).numel(), default=None)
-        return torch.float32 if largest is None else source.read(largest).dtype
+        return None
     dtype: torch.dtype | None = getattr(torch, str(stated).removeprefix("torch."), None)
     if dtype is None or dtype not in DTYPES:
-        raise CheckpointError(f"config.json: dtype: expected float32, bfloat16, float16 or float64, got {stated!r}")
+        raise CheckpointError(f"{where}: dtype: expected float32, bfloat16, float16 or float64, got {stated!r}")
     return dtype
+
+
+def _largest_dtype(source: Source) -> torch.dtype:
+    """That of the largest tensor."""
+    foreign = source.foreign()
+    shapes = {name: shape for name, shape in source.shapes().items() if name not in foreign}
+    largest = max(shapes, key=lambda n: torch.Size(shapes[n]).numel(), default=None)
+    return torch.float32 if largest is None else source.read(largest).dtype
 
 
 class _Renamed:
@@ -174,7 +190,7 @@ def _fill(
     layout = origin.layout
     assert isinstance(layout, Layout)
     names = _check(plan, model, layout, source)
-    dtypes = partial(_dtype_of, model, layout, dtype)
+    dtypes = partial(dtype_of, model, layout, dtype)
     for done, row in enumerate(plan.rows):
         name = names.get(row.stored, row.stored)
         copied = any(own != whole_name(own) for own in row.own)
@@ -185,13 +201,13 @@ def _fill(
                 continue
             placed = part.to(device=device, dtype=dtypes(own))
             mapped = source.mapped and placed.data_ptr() == part.data_ptr()
-            _place(model, own, placed if mapped else _output_major(placed))
+            place(model, own, placed if mapped else _output_major(placed))
         if progress is not None:
             progress(done + 1, len(plan.rows))
     return model.eval()
 
 
-def _dtype_of(model: nn.Module, layout: Layout, dtype: torch.dtype, name: str) -> torch.dtype:
+def dtype_of(model: nn.Module, layout: Layout, dtype: torch.dtype, name: str) -> torch.dtype:
     """The dtype of one tensor: at least float32 for those that the family keeps so, and for every buffer.
 
     A buffer (a router's correction) is compared with other numbers, and rounding could change the outcome.
@@ -205,7 +221,7 @@ def _storage(model: nn.Module, name: str, dtypes: Callable[[str], torch.dtype], 
     """The memory of a parameter that is filled part by part."""
     tensor = model.get_parameter(name)
     if tensor.is_meta:
-        _place(model, name, torch.empty(tensor.shape, dtype=dtypes(name), device=device))
+        place(model, name, torch.empty(tensor.shape, dtype=dtypes(name), device=device))
     return model.get_parameter(name).data
 
 
@@ -294,7 +310,8 @@ def _misshapen(row: Row, shape: tuple[int, ...] | None, targets: Mapping[str, Te
     return [f"{row.stored} is {shape}, expected {joined}"]
 
 
-def _place(model: nn.Module, name: str, tensor: Tensor) -> None:
+def place(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in the place of a model's parameter or buffer of that name."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
     if leaf in module._buffers:

@@ -86,9 +86,15 @@ class Router(nn.Module):
         super().__init__()
         self.routing = routing
         self.weight = nn.Parameter(torch.empty(routing.experts, dim))
-        self.bias = nn.Parameter(torch.zeros(routing.experts)) if bias else None
-        self.register_buffer("correction", torch.zeros(routing.experts) if routing.corrected else None)
-        nn.init.normal_(self.weight, std=0.02)
+        self.bias = nn.Parameter(torch.empty(routing.experts)) if bias else None
+        self.register_buffer("correction", torch.empty(routing.experts) if routing.corrected else None)
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
+        for offset in (self.bias, self.correction):
+            if offset is not None:
+                nn.init.zeros_(offset)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         how, wide = self.routing, torch.promote_types(x.dtype, torch.float32)
@@ -213,8 +219,11 @@ class GatedExperts(_Experts):
         self.up_proj = nn.Parameter(torch.empty(experts, hidden, dim))
         self.down_proj = nn.Parameter(torch.empty(experts, dim, hidden))
         self.act = act
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
         for weight in (self.gate_proj, self.up_proj, self.down_proj):
-            nn.init.normal_(weight, std=0.02)
+            nn.init.normal_(weight, std=std)
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         inner = self.act(F.linear(x, self.gate_proj[expert])) * F.linear(x, self.up_proj[expert])
@@ -257,12 +266,17 @@ class StackedExperts(_Experts):
     def __init__(self, dim: int, hidden: int, experts: int, act: nn.Module) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, dim, 2 * hidden))
-        self.gate_up_proj_bias = nn.Parameter(torch.zeros(experts, 2 * hidden))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, dim))
-        self.down_proj_bias = nn.Parameter(torch.zeros(experts, dim))
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, dim))
         self.act = act
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02) -> None:
         for weight in (self.gate_up_proj, self.down_proj):
-            nn.init.normal_(weight, std=0.02)
+            nn.init.normal_(weight, std=std)
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            nn.init.zeros_(bias)
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         hidden = self.act(torch.addmm(self.gate_up_proj_bias[expert], x, self.gate_up_proj[expert]))

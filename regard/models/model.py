@@ -89,7 +89,7 @@ class Model(nn.Module):
         return () if self.origin is None else self.origin.end_ids
 
     def save(self, folder: str | Path) -> None:
-        """Writes a loaded model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's
+        """Writes a model as a Hugging Face folder: ``config.json``, ``model.safetensors``, and its tokenizer's
         files.
 
         Other software that reads such folders gets the same tensors. A model from a GGUF file is written in its
@@ -98,13 +98,14 @@ class Model(nn.Module):
         write into a folder.
 
         Raises:
-            CheckpointError: for a model whose layout is not known (one that was not loaded), or whose parameters do not
-                fit it.
+            CheckpointError: for a model assembled by hand, whose options have no written form, and for one whose
+                parameters do not fit its layout.
             ValueError: where ``folder`` is a file.
             OSError: where the files cannot be written, on a full disk for one.
         """
         if self.origin is None:
             raise CheckpointError(
-                "model: expected a loaded one, got one without an origin, whose tensors have no names in a file"
+                "model: expected one that was loaded, or made by regard.models.decoder from names, or by from_config,"
+                " got one of parts that no config.json describes; keep its state_dict() with torch.save or safetensors"
             )
         self.origin.layout.save(self, folder)

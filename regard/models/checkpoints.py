@@ -18,7 +18,7 @@ from regard.models.files import Asked, SafetensorsSource, Source, is_file, is_fo
 from regard.models.layouts import Layout, Plan, layout_of
 from regard.models.model import Model, Origin
 from regard.models.tables import ComputedTensor, Row, listed, part_of, parts_of, whole_name
-from regard.models.tokenizer import EXTRAS, read_end_ids, read_tokenizer
+from regard.models.tokenizer import read_end_ids, read_extras, read_tokenizer
 
 __all__ = ["DTYPES", "dtype_of", "load", "place", "read_options", "read_origin", "save", "stated_dtype", "torch_device"]
 
@@ -103,7 +103,7 @@ def read_options(folder: Path) -> tuple[dict[str, Any], Layout]:
 
 def read_origin(folder: Path, config: Mapping[str, Any], layout: Layout) -> Origin:
     """What a folder says of its model beside the tensors: the family, its options, its tokenizer."""
-    extras = {n: read_json(folder / n) for n in EXTRAS if is_file(folder / n)}
+    extras = read_extras(folder)
     tokenizer = read_tokenizer(folder, config, extras)
     return Origin(
         layout=layout,

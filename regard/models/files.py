@@ -24,6 +24,7 @@ __all__ = [
     "is_folder",
     "path_of",
     "read_json",
+    "read_text",
     "replacing",
 ]
 
@@ -104,6 +105,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected one JSON object, got {type(value).__name__}")
     return value
+
+
+def read_text(path: Path) -> str:
+    """A file of text.
+
+    Raises:
+        CheckpointError: where it is none in UTF-8, and where it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise _unreadable(path, e) from None
+    except UnicodeDecodeError as e:
+        raise CheckpointError(f"{path}: not a text in UTF-8 ({e})") from None
 
 
 class SafetensorsSource:

@@ -130,6 +130,8 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     end_ids: Iterable[int] | None = None,
@@ -142,7 +144,7 @@ def generate(
     Args:
         prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``.
         max_tokens: new tokens a row at most.
-        temperature, top_k, top_p, seed: see `Sampling`; the default takes the most
+        temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`; the default takes the most
             probable token.
         stop: texts that end a continuation as soon as one of them is complete, across the borders of tokens too; they
             are no part of it.
@@ -159,8 +161,9 @@ def generate(
     >>> len(generate(model, [[5, 9, 11], [7]], max_tokens=4, end_ids=())[1].ids)
     4
     """
+    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
     rows = token_rows(model, prompts, "prompts")
-    run = _Run(model, rows, max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids)
+    run = _Run(model, rows, max_tokens, sampling, stop, end_ids)
     for _ in run:
         pass
     texts = [None if row.stream is None else row.text for row in run.rows]
@@ -177,6 +180,8 @@ def stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     end_ids: Iterable[int] | None = None,
@@ -189,12 +194,13 @@ def stream(
     Raises:
         ValueError, TypeError: as `generate`, at once; and for a model without a tokenizer.
     """
+    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
     empty = isinstance(prompt, Sequence) and not len(prompt)  # one prompt without tokens, rather than no prompts
     rows = token_rows(model, [prompt] if empty else prompt, "prompt")
     if len(rows) != 1:
         raise ValueError(f"prompt: expected one text, got {len(rows)}")
     model.tokenizer  # noqa: B018  raises where there is none
-    return Stream(_Run(model, rows, max_tokens, Sampling(temperature, top_k, top_p, seed), stop, end_ids))
+    return Stream(_Run(model, rows, max_tokens, sampling, stop, end_ids))
 
 
 class Stream:
@@ -279,7 +285,7 @@ class _Run:
         device = floating(self.model).device
         ids, keep = _padded(self.prompts, device)
         cache = self.model.init_cache(len(self.prompts), ids.shape[1] + self.max_tokens - 1)
-        choose = self.sampling.chooser(len(self.prompts))
+        choose = self.sampling.chooser(len(self.prompts), self.prompts)
         s = self.statistics
         for step in range(self.max_tokens):
             start = time.perf_counter()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import CheckpointError
+from regard.models.chat import stated_in_metadata
 from regard.models.config import Config, naming
 from regard.models.files import Asked
 from regard.models.gguf_file import GGUFSource
@@ -137,7 +138,7 @@ def _extras(config: Mapping[str, Any], metadata: Mapping[str, Any], tokenizer: T
             token = metadata.get(f"tokenizer.ggml.{name}_token_id")
             if isinstance(token, int) and 0 <= token < len(tokens):
                 about[key] = tokens[token]
-        if "tokenizer.chat_template" in metadata:
-            about["chat_template"] = metadata["tokenizer.chat_template"]
+        if (stated := stated_in_metadata(metadata)) is not None:
+            about["chat_template"] = stated
         extras["tokenizer_config.json"] = about
     return extras

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from regard.errors import CheckpointError
 from regard.models.added_tokens import ABOUT, ADDED, NAMES, SPECIAL, Places, add_tokens
-from regard.models.files import check_readable, is_file
+from regard.models.chat import (
+    Message,
+    chat_templates_of,
+    choose_template,
+    stated_in_files,
+    stated_in_metadata,
+    write_chat,
+)
+from regard.models.files import check_readable, is_file, read_json
 from regard.models.gguf_tokens import backend_of
 
-__all__ = ["EXTRAS", "TextStream", "Tokenizer", "read_end_ids", "read_tokenizer"]
+__all__ = ["EXTRAS", "TextStream", "Tokenizer", "read_end_ids", "read_extras", "read_tokenizer"]
 
 GENERATION = "generation_config.json"
 EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
@@ -29,9 +37,19 @@ class Tokenizer:
         backend: a ``tokenizers.Tokenizer``; where it asks for such a thing, a copy of it is used.
         bos_id: the token that begins a text, or ``None``.
         eos_id: the token that ends a text, or ``None``.
+        chat_templates: how conversations become texts, by name; ``default`` is used where none is asked for.
+        named_tokens: the texts of special tokens by their names (``bos_token``), which templates read.
     """
 
-    def __init__(self, backend: Any, bos_id: int | None = None, eos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        *,
+        chat_templates: Mapping[str, str] | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self._asides = {"truncation": backend.truncation, "padding": backend.padding, "sampling": _sampling(backend)}
         if any(self._asides.values()):
             backend = _copy(backend)
@@ -42,6 +60,8 @@ class Tokenizer:
         self.backend = backend
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self.chat_templates = dict(chat_templates or {})
+        self.named_tokens = dict(named_tokens or {})
 
     @classmethod
     def from_file(
@@ -73,7 +93,12 @@ class Tokenizer:
             raise CheckpointError(f"{path.parent / ABOUT}: split_special_tokens: expected true or false, got {split!r}")
         backend.encode_special_tokens = split
         ids = (backend.token_to_id(places.named[n].content) if n in places.named else None for n in NAMES[:2])
-        return cls(backend, *ids)
+        return cls(
+            backend,
+            *ids,
+            chat_templates=chat_templates_of(about.get("chat_template"), str(path.parent / ABOUT)),
+            named_tokens={name: token.content for name, token in places.named.items()},
+        )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer | str:
@@ -81,12 +106,87 @@ class Tokenizer:
         backend = backend_of(metadata)
         if isinstance(backend, str):
             return backend
-        return cls(backend, *(metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")))
+        named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        ids = {name: metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in named.items()}
+        tokens = metadata["tokenizer.ggml.tokens"]
+        return cls(
+            backend,
+            ids["bos_token"],
+            ids["eos_token"],
+            chat_templates=chat_templates_of(stated_in_metadata(metadata), "the file's metadata"),
+            named_tokens={name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)},
+        )
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts round every text."""
-        ids: list[int] = self.backend.encode(text).ids
+    def encode(self, text: str, *, surround: bool = True) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer puts round every text.
+
+        Args:
+            surround: whether these tokens stand round it; those in the text itself are read either way.
+        """
+        ids: list[int] = self.backend.encode(text, add_special_tokens=surround).ids
         return ids
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+    ) -> str:
+        """A conversation as the text that the model was trained on, by the checkpoint's chat template.
+
+        The text holds all special tokens that belong there, so it is encoded without others round it (`chat_ids`).
+        The template runs in a sandbox, with bounded work. It may tell today's date.
+
+        Args:
+            messages: objects with a ``role`` (``system``, ``user``, ``assistant``, …) and ``content``, in order; what
+                else they hold is the template's to read.
+            add_generation_prompt: end with the beginning of an answer, where the template has one.
+            tools: JSON schemas of functions that the model may call, for templates that write them.
+            template: a template's name, or its text; default the checkpoint's own, ``tool_use`` where it has such a
+                one and ``tools`` are given.
+
+        Raises:
+            ValueError: where there is no template, where it does not take the messages (in its own words), where it is
+                none or does not end; and for messages without role or content.
+            TypeError: for arguments of another kind.
+
+        >>> from regard.models import Tokenizer
+        >>> from tokenizers import Tokenizer as Backend, models
+        >>> template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+        >>> tokenizer = Tokenizer(Backend(models.BPE()), named_tokens={"eos_token": "</s>"})
+        >>> tokenizer.chat([{"role": "user", "content": "Hello"}], template=template)
+        '[user] Hello</s>'
+        """
+        text = choose_template(self.chat_templates, template, tools)
+        return write_chat(text, messages, self.named_tokens, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+    ) -> list[int]:
+        """Token ids of `chat`'s text, with nothing round it: the template has written what begins a text.
+
+        A special token that a message spells out is read as that token, as in transformers.
+        """
+        text = self.chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, template=template)
+        return self.encode(text, surround=False)
+
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The special token that the chat template puts behind an answer; empty where it puts none there."""
+        if not self.chat_templates:
+            return ()
+        answer = "answered"
+        messages = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": answer}]
+        behind = self.chat(messages, add_generation_prompt=False).rpartition(answer)[2].lstrip()
+        ids = self.encode(behind, surround=False)[:1]
+        special = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        return tuple(i for i in ids if i in special)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, without special tokens; bytes that are no character become U+FFFD."""
@@ -164,6 +264,19 @@ class TextStream:
     def _window(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
         return decode(self._ids[self._start : self._shown]), decode(self._ids[self._start :])
+
+
+def read_extras(folder: Path) -> dict[str, Any]:
+    """The content of a folder's files of `EXTRAS`, by name; a chat template in a file of its own stands in
+    ``tokenizer_config.json``, where it comes before what that file states, as in transformers.
+
+    Raises:
+        CheckpointError: for a file that cannot be read.
+    """
+    extras = {name: read_json(folder / name) for name in EXTRAS if is_file(folder / name)}
+    if (stated := stated_in_files(folder)) is not None:
+        extras[ABOUT] = {**extras.get(ABOUT, {}), "chat_template": stated}
+    return extras
 
 
 def read_tokenizer(folder: Path, config: Mapping[str, Any], extras: Mapping[str, Any]) -> Tokenizer | str:

@@ -153,7 +153,7 @@ def paris():
 
 def test_generate_continues_the_text_and_tells_what_it_cost(paris):
     assert paris.returncode == 0, paris.stderr
-    text, table = paris.stdout.rsplit("\n\n", 1)
+    text, table = paris.stdout, paris.stderr
     assert text.startswith("The capital of France is Paris")
     rows = {line.split()[0]: line for line in table.splitlines() if line.strip()}
     assert set(rows) >= {"model", "backend", "prefill", "decode", "cache", "multi-head"}
@@ -172,6 +172,17 @@ def test_generate_stops_before_a_text_and_draws_the_same_again(capsys):
     assert first[0] == 0
     greedy = run(capsys, "generate", "The capital of France is", "--no-report", "--stop", "is", "--stop", "aris")
     assert greedy == (0, "The capital of France is P\n", "")
+
+
+def test_a_chat_model_answers_one_message(capsys):
+    options = ["--chat", "--max-tokens", "12", "--no-report", "--min-p", "0.1", "--repetition-penalty", "1.1"]
+    code, out, err = run(capsys, "generate", "What is the capital of France?", *options)
+    assert (code, err) == (0, "")
+    assert out.startswith("The capital of France is Paris")
+
+
+def test_an_empty_prompt_is_a_mistake(capsys):
+    assert run(capsys, "generate", "") == (2, "", "regard: no prompt: expected a text, got an empty one\n")
 
 
 @pytest.mark.parametrize(

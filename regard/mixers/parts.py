@@ -219,10 +219,7 @@ def linear_with_start(inputs: int, outputs: int, start: Callable[[nn.Linear], No
 
     It is an ``nn.Linear`` and no subclass: quantisers and adapters find maps by their class.
     """
-    place = torch.get_default_device()
-    with torch.device("meta"):  # torch's own start would draw in vain
-        linear = nn.Linear(inputs, outputs, bias=bias)
-    linear.to_empty(device=place)
+    linear = nn.Linear(inputs, outputs, bias=bias)
     linear.reset_parameters = partial(start, linear)  # type: ignore[method-assign]
     linear.reset_parameters()
     return linear

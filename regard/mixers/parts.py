@@ -219,7 +219,11 @@ def linear_with_start(inputs: int, outputs: int, start: Callable[[nn.Linear], No
 
     It is an ``nn.Linear`` and no subclass: quantisers and adapters find maps by their class.
     """
-    linear = nn.Linear(inputs, outputs, bias=bias)
+    with torch.device("meta"):  # torch's own start would draw in vain
+        linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.weight = nn.Parameter(torch.empty(outputs, inputs))
+    if bias:
+        linear.bias = nn.Parameter(torch.empty(outputs))
     linear.reset_parameters = partial(start, linear)  # type: ignore[method-assign]
     linear.reset_parameters()
     return linear

@@ -4,7 +4,7 @@ import torch
 
 from regard import masks
 from regard.biases import Alibi, Bias, Dense, RelativeBuckets
-from regard.masks import Band, Causal, Full, KeyLengths, KeyPadding, Mask, Prefix, Segments, Window
+from regard.masks import Band, Causal, Dilated, Full, KeyLengths, KeyPadding, Mask, Prefix, Segments, Window
 
 WIDE = torch.float64
 EAGER = ("reference", "chunked", "sdpa")  # flex compiles for many seconds: see the slow test at the end
@@ -31,6 +31,7 @@ MASKS: dict[str, Mask | None] = {
     "causal": Causal(),
     "window": Window(3),
     "band": Band(1, 2),
+    "dilated": Dilated(2, 3),
     "prefix": Causal() | Prefix(2),
     "padded": Causal() & KeyPadding(KEEP),
     "documents": Causal() & Segments(torch.arange(K) // 4),

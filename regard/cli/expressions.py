@@ -64,6 +64,7 @@ MASKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "full": ("full", _mask("Full")),
     "causal": ("causal", _mask("Causal")),
     "window": ("window(256)", _mask("Window")),
+    "dilated": ("dilated(window, step)", _mask("Dilated")),
     "band": ("band(left, right)", _mask("Band")),
     "prefix": ("prefix(64) or prefix([64, 32])", _mask("Prefix")),
     "key_lengths": ("key_lengths([100, 80])", _mask("KeyLengths")),

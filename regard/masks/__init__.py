@@ -16,7 +16,7 @@ form (`Mask.dense`), its block layout (`Mask.block_layout`), FlexAttention's pre
 """
 
 from regard.masks.base import And, Mask, Not, Or, split_packing
-from regard.masks.positional import Band, Causal, Full, KeyLengths, Prefix, Window
+from regard.masks.positional import Band, Causal, Dilated, Full, KeyLengths, Prefix, Window
 from regard.masks.segments import Buckets, Segments
 from regard.masks.tensor_masks import Blocks, Dense, Edges, Global, KeyPadding, Predicate, RandomBlocks, as_mask
 
@@ -27,6 +27,7 @@ __all__ = [
     "Buckets",
     "Causal",
     "Dense",
+    "Dilated",
     "Edges",
     "Full",
     "Global",

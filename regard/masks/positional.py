@@ -13,7 +13,7 @@ from regard.coordinates import TileBounds, TileIndices, can_read
 from regard.masks.base import Mask
 from regard.masks.intervals import EVERYTHING, PAST, Intervals
 
-__all__ = ["Band", "Causal", "Full", "KeyLengths", "Prefix", "Window"]
+__all__ = ["Band", "Causal", "Dilated", "Full", "KeyLengths", "Prefix", "Window"]
 
 
 class _Offset(Mask):
@@ -58,6 +58,43 @@ class Window(_Offset):
 
     def offsets(self) -> Intervals:
         return self._offsets
+
+
+@dataclass(frozen=True, eq=False)
+class Dilated(_Offset):
+    """``0 <= i - j < window * step`` where `step` divides ``i - j``: every `step`-th key back, `window` keys in all.
+
+    Causal by itself; the query's own key is the first of them. Raises ValueError or TypeError unless both are whole
+    numbers of 1 or more. Beltagy et al. 2020, arXiv:2004.05150.
+
+    >>> print(Dilated(2, 2).draw(5))
+    #....
+    .#...
+    #.#..
+    .#.#.
+    ..#.#
+    """
+
+    window: int
+    step: int
+    _offsets: Intervals = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        reach = whole("window", self.window, 1) * whole("step", self.step, 1)
+        object.__setattr__(self, "_offsets", Intervals.of(*((d, d) for d in range(0, reach, self.step))))
+
+    def offsets(self) -> Intervals:
+        return self._offsets
+
+    def allows_at(self, indices: TileIndices) -> Tensor:
+        distance = indices.i - indices.j  # one remainder, instead of a comparison for each of the intervals
+        return (distance >= 0) & (distance < self.window * self.step) & (distance % self.step == 0)
+
+    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
+        low, high = box.distance
+        first, last = max(low, 0), min(high, self.window * self.step - 1)
+        some = -(-first // self.step) * self.step <= last
+        return some, some and (first, last) == (low, high) and (self.step == 1 or low == high)
 
 
 @dataclass(frozen=True, eq=False)

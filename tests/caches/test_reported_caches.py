@@ -8,13 +8,14 @@ import regard
 from regard.biases import Alibi
 from regard.caches import KVCache, WindowCache
 from regard.errors import BackendUnsupported, CacheFull
-from regard.masks import Causal, Window
+from regard.masks import Causal, Dilated, Window
 from regard.nn import MultiHeadAttention, Projections, RMSNorm, Scores
 from regard.positions import Rotary
 
 KINDS = {
     "causal": {"mask": Causal(), "rotary": Rotary(4)},
     "window": {"mask": Window(5), "rotary": Rotary(4)},
+    "dilated": {"mask": Dilated(3, 2), "rotary": Rotary(4)},
     "grouped, normed, sink": {
         "mask": Causal(),
         "kv_heads": 2,

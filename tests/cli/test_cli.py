@@ -13,7 +13,7 @@ import regard
 from regard.cli import main
 from regard.cli.expressions import Shape, read_bias, read_mask
 from regard.cli.generating import default_model
-from regard.masks import Band, Causal, KeyLengths, Prefix, Segments, Window
+from regard.masks import Band, Causal, Dilated, KeyLengths, Prefix, Segments, Window
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(batch=2, heads=4, queries=5, keys=5)
@@ -40,6 +40,7 @@ def test_help_is_printed_without_torch(arguments):
         ("causal & window(2)", lambda: Causal() & Window(2)),
         ("~(causal | band(-1, None))", lambda: ~(Causal() | Band(-1, None))),
         ("causal | prefix([3, 1])", lambda: Causal() | Prefix(torch.tensor([3, 1]))),
+        ("dilated(2, 3)", lambda: Dilated(2, 3)),
         ("key_lengths(4)", lambda: KeyLengths(4)),
     ],
 )

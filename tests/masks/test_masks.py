@@ -13,6 +13,7 @@ from regard.masks import (
     Buckets,
     Causal,
     Dense,
+    Dilated,
     Edges,
     Full,
     Global,
@@ -50,6 +51,7 @@ MASKS = {
     "full": (Full(), lambda b, h, i, j, r: True),
     "causal": (Causal(), lambda b, h, i, j, r: j <= i),
     "window": (Window(3), lambda b, h, i, j, r: 0 <= i - j < 3),
+    "dilated": (Dilated(2, 3), lambda b, h, i, j, r: i - j in (0, 3)),
     "band": (Band(1, 2), lambda b, h, i, j, r: -1 <= j - i <= 2),
     "open band": (Band(None, 1), lambda b, h, i, j, r: j - i <= 1),
     "prefix": (Prefix(3), lambda b, h, i, j, r: j < 3),
@@ -249,6 +251,7 @@ def test_allows_answers_single_pairs():
     [
         (ValueError, "w: expected an int of at least 1", lambda: Window(0)),
         (TypeError, "w: expected an int", lambda: Window(True)),
+        (ValueError, "step: expected an int of at least 1", lambda: Dilated(2, 0)),
         (TypeError, "left: expected an int", lambda: Band(1.5, 0)),
         (ValueError, "n: expected an int of at least 0", lambda: Prefix(-1)),
         (ValueError, "n: expected an int or an integer tensor", lambda: KeyLengths(torch.ones(2))),

@@ -13,7 +13,7 @@ from regard.backends import chunked, dropout
 from regard.biases import Alibi, RelativeBuckets
 from regard.coordinates import Coordinates
 from regard.errors import BackendUnsupported
-from regard.masks import Band, Causal, KeyLengths, KeyPadding, Prefix, Segments, Window
+from regard.masks import Band, Causal, Dilated, KeyLengths, KeyPadding, Prefix, Segments, Window
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_second_derivatives():
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("inner", [None, Causal(), Window(2), Causal() | Prefix(1), Band(1, 1)], ids=str)
+@pytest.mark.parametrize("inner", [None, Causal(), Window(2), Causal() | Prefix(1), Band(1, 1), Dilated(2, 2)], ids=str)
 def test_packed_is_separate(inner):
     q_lengths, k_lengths = [3, 0, 4, 1, 2], [5, 2, 4, 0, 2]
     q, k, v = made(1, 4, 10, 4), made(1, 2, 13, 4), made(1, 2, 13, 3)

@@ -9,6 +9,7 @@ from regard.models.blocks import (
     PostNorm,
     PreNorm,
     Sandwich,
+    Scaled,
     ScaledResidual,
     Softcap,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Routing",
     "Sampling",
     "Sandwich",
+    "Scaled",
     "ScaledResidual",
     "Softcap",
     "StackedExperts",

@@ -26,6 +26,7 @@ __all__ = [
     "PostNorm",
     "PreNorm",
     "Sandwich",
+    "Scaled",
     "ScaledResidual",
     "Softcap",
     "tokens_of_call",
@@ -245,6 +246,17 @@ class Embedding(nn.Module):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= rows:
             raise ValueError(f"ids: expected 0 to {rows - 1}, the vocabulary, got {low} to {high}") from None
+
+
+class Scaled(nn.Module):
+    """``factor * x``: what a branch or the logits are multiplied by."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
 
 
 class Softcap(nn.Module):

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3, Phi-3, OLMo 2 and Mixtral against transformers' own models, random and in float64."""
+"""Qwen2, Qwen3, Phi-3, OLMo 2, Granite and Mixtral against transformers' own models, random and in float64."""
 
 import contextlib
 import json
@@ -58,6 +58,12 @@ def longrope(pairs, **further):
 
 
 LONG = {"original_max_position_embeddings": 32, "max_position_embeddings": 128}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 7.0,
+}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3}
 CASES = {
     "qwen2": ("Qwen2", {}),
@@ -83,6 +89,12 @@ CASES = {
     "olmo2-biased-tied-multi-head": ("Olmo2", {**BIASED, **TIED, **MULTI_HEAD, "rms_norm_eps": 1e-2}),
     "olmo2-yarn": ("Olmo2", YARN),
     "olmo2-wide-heads": ("Olmo2", WIDE),
+    "granite": ("Granite", FACTORS),
+    "granite-plain": ("Granite", {}),
+    "granite-biased-tied-multi-head-yarn": (
+        "Granite",
+        {**FACTORS, **BIASED, **TIED, **MULTI_HEAD, **YARN, "mlp_bias": True},
+    ),
     "mixtral": ("Mixtral", EXPERTS),
     "mixtral-window-wide-heads-tied": ("Mixtral", {**EXPERTS, **WIDE, **TIED, "sliding_window": 4}),
     "mixtral-one-expert-each-linear": (
@@ -160,7 +172,7 @@ def test_logits_padding_pieces_and_round_trip(case, ids, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen2-mixed-layers", "qwen3", "phi3-longrope", "olmo2", "mixtral"])
+@pytest.mark.parametrize("case", ["qwen2-mixed-layers", "qwen3", "phi3-longrope", "olmo2", "granite", "mixtral"])
 def test_greedy_texts_are_those_of_whole_runs(case, ids, tmp_path):
     peer = write(case, tmp_path)
     want = ids[:1]
@@ -171,7 +183,7 @@ def test_greedy_texts_are_those_of_whole_runs(case, ids, tmp_path):
     assert got[0].ids == want[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("cls", ["Qwen2", "Qwen3", "Phi3", "Olmo2", "Mixtral"])
+@pytest.mark.parametrize("cls", ["Qwen2", "Qwen3", "Phi3", "Olmo2", "Granite", "Mixtral"])
 def test_options_that_are_absent_mean_what_the_family_says(cls):
     config = getattr(transformers, f"{cls}Config")(num_hidden_layers=1)
     with torch.device("meta"):
@@ -206,6 +218,9 @@ REFUSED = [
     ("phi3", {"attention_bias": True}, "attention_bias=True"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ("olmo2", {"sliding_window": 4}, "sliding_window=4"),
+    ("granite", {"residual_multiplier": 0}, "residual_multiplier: expected.*, got 0"),
+    ("granite", {"logits_scaling": "x"}, "logits_scaling: expected.*, got 'x'"),
+    ("granite", {"sliding_window": 4}, "sliding_window=4"),
     ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok: expected.*, got 6"),
     ("mixtral", {"attention_bias": True}, "attention_bias=True"),
 ]

@@ -16,6 +16,7 @@ from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
 from regard.models.layouts.gpt_oss import GPT_OSS
+from regard.models.layouts.granite import GRANITE
 from regard.models.layouts.jamba import JAMBA
 from regard.models.layouts.kimi_linear import KIMI_LINEAR
 from regard.models.layouts.llama import LLAMA, MISTRAL
@@ -43,6 +44,7 @@ LAYOUTS: dict[str, Layout] = {
         FALCON,
         GEMMA2,
         GPT_OSS,
+        GRANITE,
         JAMBA,
         KIMI_K2,
         KIMI_LINEAR,

@@ -161,7 +161,7 @@ class Mask:
         return memo
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_memo_"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_memo_", "_offsets_")}
 
     def _coordinates(
         self, q_len: int, k_len: int | None, batch: int, heads: int, q_start: int | Tensor | None
@@ -180,9 +180,22 @@ class _Combined(Mask):
     def children(self) -> tuple[Mask, ...]:
         return self.parts
 
-    def _all_offsets(self) -> list[Intervals] | None:
-        found = [part.offsets() for part in self.parts]
-        return None if any(one is None for one in found) else found  # type: ignore[return-value]
+    def _joined_offsets(self, join: Callable[[Intervals, Intervals], Intervals]) -> Intervals | None:
+        if is_recording():
+            return self._join_offsets(join)
+        if "_offsets_" not in self.__dict__:  # asked for at every tile; the parts never change
+            self.__dict__["_offsets_"] = self._join_offsets(join)
+        known: Intervals | None = self.__dict__["_offsets_"]
+        return known
+
+    def _join_offsets(self, join: Callable[[Intervals, Intervals], Intervals]) -> Intervals | None:
+        joined: Intervals | None = None
+        for part in self.parts:
+            own = part.offsets()
+            if own is None:
+                return None
+            joined = own if joined is None else join(joined, own)
+        return joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +205,7 @@ class And(_Combined):
     parts: tuple[Mask, ...]
 
     def offsets(self) -> Intervals | None:
-        found = self._all_offsets()
-        return None if found is None else functools.reduce(operator.and_, found)
+        return self._joined_offsets(operator.and_)
 
     def allows_at(self, indices: TileIndices) -> Tensor:
         return functools.reduce(operator.and_, (part.allows_at(indices) for part in self.parts))
@@ -212,8 +224,7 @@ class Or(_Combined):
     parts: tuple[Mask, ...]
 
     def offsets(self) -> Intervals | None:
-        found = self._all_offsets()
-        return None if found is None else functools.reduce(operator.or_, found)
+        return self._joined_offsets(operator.or_)
 
     def allows_at(self, indices: TileIndices) -> Tensor:
         return functools.reduce(operator.or_, (part.allows_at(indices) for part in self.parts))

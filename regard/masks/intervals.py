@@ -51,7 +51,7 @@ class Intervals:
         return Intervals(tuple(gaps if start == math.inf else [*gaps, (start, math.inf)]))
 
     def meet(self, low: int, high: int) -> tuple[bool, bool]:
-        """(is any number of ``low..high`` in the set, are all of them)."""
+        """(is any number of ``low..high`` in the set, are all of them). Plain Python: torch.compile traces it."""
         some = any(a <= high and low <= b for a, b in self.ranges)
         return some, any(a <= low and high <= b for a, b in self.ranges)
 

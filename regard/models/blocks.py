@@ -103,7 +103,7 @@ class NormedResidual(PreNorm):
 
 
 class ScaledResidual(PreNorm):
-    """``a n + b mixer(n)`` with ``n = norm(x)``, then the same with ``ff``, each with its own (a, b).
+    """``a n + b mixer(n)`` of the normed input ``n = norm(x)``, then the same with ``ff``, each with its own (a, b).
 
     MiniMax-01's (arXiv:2501.08313), after DeepNorm (Wang et al. 2022, arXiv:2203.00555).
     """

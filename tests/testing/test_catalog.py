@@ -28,19 +28,22 @@ CASES = [
 ]
 
 
-MIXERS = Path(__file__).parent.parent / "regard" / "mixers"
+MIXERS = Path(__file__).parents[2] / "regard" / "mixers"
+ORACLES = Path(__file__).parents[1] / "oracles"
 FORMULAS = oracles()
 
 
 def test_every_file_with_records_is_in_the_catalogue():
     found = [path.stem for path in MIXERS.glob("*.py") if "\nrecords = " in path.read_text(encoding="utf-8")]
+    assert found
     missing = sorted(set(found) - set(MECHANISMS))
     assert not missing, f"regard/catalog.py: MECHANISMS lacks {missing}"
     assert len({record.name for record in RECORDS}) == len(RECORDS), "two records have one name"
 
 
 def test_every_formula_is_of_a_record():
-    assert not set(FORMULAS) - {record.name for record in RECORDS}
+    extra = sorted(set(FORMULAS) - {record.name for record in RECORDS})
+    assert not extra, f"{extra}: no record has this name; is its file in MECHANISMS of regard/catalog.py?"
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name)
@@ -60,7 +63,9 @@ def test_every_mechanism_is_the_formula_of_its_oracle(record):
         torch.testing.assert_close(got[row], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "oracles").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[1] / "oracles").glob("*.py")), ids=lambda path: path.stem
+)
 def test_oracles_import_nothing_from_the_library(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []

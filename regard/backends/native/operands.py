@@ -168,7 +168,7 @@ def definition(operands: Operands) -> AttentionCall:
         one.v,
         masks.Dense(allowed),
         None if bias is None else biases.Dense(bias),
-        ScoreOptions(one.scale, one.softcap or None),
+        ScoreOptions(scale=one.scale, softcap=one.softcap or None),
         None,
         one.dropout_p,
         coordinates,

@@ -37,14 +37,17 @@ class ScoreOptions:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for numbers that float32 scores do not take."""
-        self.resolved(1, torch.float32)
+        ScoreOptions.of(1, torch.float32, **self.arguments())
 
-    def resolved(self, width: int, dtype: torch.dtype) -> ScoreOptions:
-        """The same, checked, for queries of `width` channels and of `dtype`; the scale is a number then.
+    @classmethod
+    def of(
+        cls, width: int, dtype: torch.dtype, *, scale: float | None = None, softcap: float | None = None
+    ) -> ScoreOptions:
+        """The options, checked, of queries of `width` channels and of `dtype`; the scale is a number then.
 
         Raises ValueError or TypeError for numbers out of range.
         """
-        return ScoreOptions(scale_of(self.scale, width, dtype), _softcap(self.softcap, dtype))
+        return cls(scale_of(scale, width, dtype), _softcap(softcap, dtype))
 
     def arguments(self) -> dict[str, Any]:
         """The same as arguments of `regard.attention`."""

@@ -57,7 +57,10 @@ class AttentionCall:
     @property
     def pattern(self) -> str:
         """What `pattern_of` says of the mask."""
-        return self._remembered("pattern", lambda: pattern_of(self.mask, self.coordinates))
+        if "pattern" not in self._memo:
+            self._memo["pattern"] = pattern_of(self.mask, self.coordinates)
+        found: str = self._memo["pattern"]
+        return found
 
     @property
     def mask_terms(self) -> MaskTerms:

@@ -228,7 +228,7 @@ def _call(
         v,
         mask,
         bias,
-        ScoreOptions(**scores).resolved(width, q.dtype),
+        ScoreOptions.of(width, q.dtype, **scores),
         _sink(sink, q_heads),
         p,
         coordinates,

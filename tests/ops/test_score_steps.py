@@ -27,7 +27,7 @@ def test_every_step_is_tried_here():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_slope_is_the_derivative(step):
-    options = ScoreOptions(**{step: STEPS[step]}).resolved(8, torch.float64)
+    options = ScoreOptions.of(8, torch.float64, **{step: STEPS[step]})
     products = (3 * made(50)).requires_grad_()
     scores = options.apply(products)
     (wanted,) = torch.autograd.grad(scores.sum(), products)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +20,14 @@ from regard.coordinates import TileIndices
 __all__ = ["bias_operands"]
 
 
-def bias_operands(call: AttentionCall) -> dict[str, Any]:
-    """The bias's fields of `Operands`."""
+def bias_operands(call: AttentionCall) -> tuple[Tensor | None, Tensor | None, int]:
+    """The dense bias, the bias by distance, and the place of distance 0 in that."""
     terms = call.bias_terms
     parts = [bias.tensor.to(torch.float32) for bias in terms.dense]
     parts += [bias.scores(call.coordinates.indices(), torch.float32) for bias in terms.others]
     written = functools.reduce(operator.add, map(broadcast4, parts)) if parts else None
     vector, zero = _by_distance(call, terms.by_distance) if terms.by_distance else (None, 0)
-    return {"bias": written, "relative": vector, "relative_zero": zero}
+    return written, vector, zero
 
 
 def _by_distance(call: AttentionCall, parts: list[Bias]) -> tuple[Tensor, int]:

@@ -23,7 +23,9 @@ __all__ = ["TILE", "broadcast4", "mask_operands"]
 LOWEST, HIGHEST = -(2**63), 2**63 - 1  # open ends of the interval
 TILE = 64  # rows and columns of a dense mask's tiles
 
-Fields = dict[str, Any]  # a part of `Operands` by name
+# the fields of `Operands` that a mask fills, in their order
+NAMES = ("q_start", "prefix", "k_length", "keep", "q_segment", "k_segment", "mask", "layout", "low", "high")
+Fields = tuple[Any, ...]
 
 
 def mask_operands(call: AttentionCall) -> Fields:
@@ -57,10 +59,9 @@ def _interval(batch: int, start: int, low: float, high: float, inference: bool) 
 
 
 def _named(q_start: Tensor, low: float, high: float, **others: Tensor | None) -> Fields:
-    fields: Fields = dict.fromkeys(("prefix", "k_length", "keep", "q_segment", "k_segment", "mask", "layout"))
-    fields["low"] = LOWEST if low == -math.inf else int(low)
-    fields["high"] = HIGHEST if high == math.inf else int(high)
-    return fields | {"q_start": q_start} | others
+    ends = {"low": LOWEST if low == -math.inf else int(low), "high": HIGHEST if high == math.inf else int(high)}
+    given = {"q_start": q_start, **ends, **others}
+    return tuple(given.get(name) for name in NAMES)
 
 
 def _fields(call: AttentionCall) -> Fields:

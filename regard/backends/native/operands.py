@@ -25,7 +25,6 @@ from regard.score_options import ScoreOptions
 __all__ = ["Operands", "definition", "operands_of", "strided", "struct_of", "unfit"]
 
 DENSE_LIMIT = 2**24  # entries of a mask or bias that is evaluated densely; a mask counts for one head
-NO_BIAS = {"bias": None, "relative": None, "relative_zero": 0}
 
 
 class Operands(NamedTuple):
@@ -77,17 +76,11 @@ def unfit(call: AttentionCall) -> str | None:
 
 def operands_of(call: AttentionCall) -> Operands:
     """The kernels' arguments for a call that `unfit` lets pass."""
-    return Operands(
-        call.q,
-        call.k,
-        call.v,
-        **(NO_BIAS if call.bias is None else bias_operands(call)),
-        **mask_operands(call),
-        seed=call.seed,
-        scale=call.scale,
-        softcap=call.scores.softcap or 0.0,
-        dropout_p=call.dropout_p,
-    )
+    *tensors, low, high = mask_operands(call)
+    bias, relative, zero = (None, None, 0) if call.bias is None else bias_operands(call)
+    scores = call.scores
+    numbers = (call.scale, scores.softcap or 0.0, low, high, zero, call.dropout_p)
+    return Operands._make((call.q, call.k, call.v, bias, relative, *tensors, call.seed, *numbers))
 
 
 def struct_of(one: Operands, outputs: Outputs) -> tuple[bytes, tuple[Tensor, ...]]:

@@ -90,7 +90,10 @@ def real(name: str, value: Any, accepted: str) -> float:
     """`value`, any kind of real number, as a float, or an error that names the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name}: expected {accepted}, got {describe(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected {accepted} that a float can hold, got one beyond 1.8e308") from None
 
 
 def scale_of(scale: float | None, width: int, dtype: torch.dtype) -> float:

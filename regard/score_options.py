@@ -17,7 +17,7 @@ from regard.checks import SMALLEST, real, scale_of
 
 __all__ = ["ScoreOptions"]
 
-LOOSEST = 1e30  # a softcap from here on changes no score that float64 tells apart, and float32 may not hold it
+LOOSEST = 1e30  # a softcap from here on counts as none: scores over it in float32 would be below the smallest number
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ScoreOptions:
 
     Args:
         scale: the factor on ``q . k``; None for ``Dk ** -0.5``.
-        softcap: bound on the scores, > 0; None or inf for none.
+        softcap: bound on the scores, > 0; None, inf and anything from 1e30 on for none.
 
     >>> ScoreOptions(softcap=2.0).apply(torch.tensor([0.0, 100.0])).tolist()
     [0.0, 2.0]

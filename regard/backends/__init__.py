@@ -104,22 +104,33 @@ def names(operation: str | None = None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for known in _BACKENDS.values() for name in known))
 
 
-def register(operation: str, name: str, backend: Backend, devices: Iterable[str], before: str = "chunked") -> None:
+def register(
+    operation: str, name: str, backend: Backend, devices: str | Iterable[str], before: str = "chunked"
+) -> None:
     """Add a backend for one operation, asked on `devices` before the one named `before`; by name it runs anywhere.
 
     `backend` is a module or object with the three functions above. Calls in other operations say that it has none.
 
-    Raises ValueError for an unknown operation, a name that is taken, and a `before` that does not know the operation.
+    Raises ValueError for an unknown operation, a name that is taken, and a `before` that does not know the operation;
+    TypeError for a name that is no text, a backend without the three functions, and devices that are no names.
     """
     if operation not in _BACKENDS:
         raise ValueError(f"operation: expected one of {', '.join(_BACKENDS)}, got {operation!r}")
+    if not isinstance(name, str) or not name.isidentifier():
+        error = ValueError if isinstance(name, str) else TypeError
+        raise error(f"name: expected letters, digits and underscores, as in 'triton', got {name!r}")
     if name in _BACKENDS[operation]:
         raise ValueError(f"name: expected one that {operation} has not yet, got {name!r}")
+    missing = [one for one in ("reject", "defer", "run") if not callable(getattr(backend, one, None))]
+    if missing:
+        raise TypeError(f"backend: expected functions reject, defer and run, got none named {', '.join(missing)}")
     if before not in _BACKENDS[operation]:
         raise ValueError(f"before: expected one of {', '.join(_BACKENDS[operation])}, got {before!r}")
-    devices = tuple(devices)
-    for kind in dict.fromkeys((*_ORDER[operation], *devices)):
-        order = _asked(operation, kind)
+    devices = (devices,) if isinstance(devices, str) else tuple(devices)
+    if not all(isinstance(device, str) and device for device in devices):
+        raise TypeError(f"devices: expected names of kinds of devices, as in ('cuda',), got {devices!r}")
+    orders = {kind: _asked(operation, kind) for kind in dict.fromkeys((*_ORDER[operation], *devices))}
+    for kind, order in orders.items():
         place = order.index(before) if kind in devices else len(order)
         _ORDER[operation][kind] = (*order[:place], name, *order[place:])
     _BACKENDS[operation][name] = backend

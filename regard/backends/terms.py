@@ -6,8 +6,11 @@ has no such form is in `others`. A bias is a sum; what depends on ``j - i`` alon
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from regard import biases, masks
@@ -58,7 +61,20 @@ def pattern_of(mask: Mask | None, coordinates: Coordinates) -> str:
         return "causal"
     lowest = coordinates.q_start - coordinates.k_len + 1
     highest = coordinates.q_start + coordinates.q_len - 1
+    if isinstance(lowest, torch.SymInt) or isinstance(highest, torch.SymInt):
+        return "full" if _sure(offsets, lowest, highest) else "other"
     return "full" if offsets.meet(lowest, highest)[1] else "other"
+
+
+def _sure(offsets: Intervals, low: Any, high: Any) -> bool:
+    """Whether all of ``low..high`` is in the set whatever the sizes will be: an open length gets no condition."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return any(
+        (a == -math.inf or statically_known_true(int(a) <= low))
+        and (b == math.inf or statically_known_true(high <= int(b)))
+        for a, b in offsets.ranges
+    )
 
 
 def packed_shift(packing: Packing) -> int | None:
@@ -85,7 +101,7 @@ def sorted_mask(mask: Mask | None, packing: Packing | None) -> MaskTerms:
     aligned = _aligned(packing)
     for term, by in _terms(mask, And):
         offsets = term.offsets()
-        both = found.offsets & offsets if offsets is not None else None
+        both = found.offsets.intersection(offsets) if offsets is not None else None
         if both is not None and aligned and len(both.ranges) <= 1 and not found.prefix:
             found.offsets = both
         elif isinstance(term, (KeyLengths, Prefix)) and packing is None:
@@ -123,7 +139,7 @@ def _has_prefix(term: Or, by: int, found: MaskTerms) -> bool:
     for part, shifted in _terms(term, Or, by):
         own = part.offsets()
         if own is not None:
-            offsets = offsets | own
+            offsets = offsets.union(own)
         elif isinstance(part, (KeyLengths, Prefix)):
             prefix.append((part, shifted))
         else:

@@ -205,7 +205,7 @@ class And(_Combined):
     parts: tuple[Mask, ...]
 
     def offsets(self) -> Intervals | None:
-        return self._joined_offsets(operator.and_)
+        return self._joined_offsets(Intervals.intersection)
 
     def allows_at(self, indices: TileIndices) -> Tensor:
         return functools.reduce(operator.and_, (part.allows_at(indices) for part in self.parts))
@@ -224,7 +224,7 @@ class Or(_Combined):
     parts: tuple[Mask, ...]
 
     def offsets(self) -> Intervals | None:
-        return self._joined_offsets(operator.or_)
+        return self._joined_offsets(Intervals.union)
 
     def allows_at(self, indices: TileIndices) -> Tensor:
         return functools.reduce(operator.or_, (part.allows_at(indices) for part in self.parts))
@@ -247,7 +247,7 @@ class Not(Mask):
 
     def offsets(self) -> Intervals | None:
         found = self.part.offsets()
-        return None if found is None else ~found
+        return None if found is None else found.complement()
 
     def allows_at(self, indices: TileIndices) -> Tensor:
         return ~self.part.allows_at(indices)

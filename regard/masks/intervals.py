@@ -1,4 +1,4 @@
-"""Sets of whole numbers as sorted disjoint intervals: what a mask of ``i - j`` allows, closed under and, or, not."""
+"""Sets of whole numbers as sorted disjoint intervals: what a mask of ``i - j`` allows."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ class Intervals:
                 merged.append((low, high))
         return cls(tuple(merged))
 
-    def __or__(self, other: Intervals) -> Intervals:
+    # named, not operators: torch.compile does not trace ``~`` of an object
+
+    def union(self, other: Intervals) -> Intervals:
         return self._merged(self.ranges + other.ranges)
 
-    def __and__(self, other: Intervals) -> Intervals:
+    def intersection(self, other: Intervals) -> Intervals:
         return self._merged((max(a, c), min(b, d)) for a, b in self.ranges for c, d in other.ranges)
 
-    def __invert__(self) -> Intervals:
+    def complement(self) -> Intervals:
         gaps: list[tuple[float, float]] = []
         start = -math.inf
         for low, high in self.ranges:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from regard.errors import CheckpointError
+from regard.errors import CheckpointError, NoTokenizer
 
 if TYPE_CHECKING:
     from regard.models.tokenizer import Tokenizer
@@ -74,13 +74,20 @@ class Model(nn.Module):
         """The tokenizer that came with the weights.
 
         Raises:
-            ValueError: where there is none, with the reason.
+            NoTokenizer: where there is none, with the reason.
         """
-        if self.origin is None:
-            raise ValueError("no tokenizer: this model was not loaded from a checkpoint; pass token ids")
-        if isinstance(self.origin.tokenizer, str):
-            raise ValueError(f"no tokenizer: {self.origin.tokenizer}; pass token ids")
+        if self.origin is None or isinstance(self.origin.tokenizer, str):
+            raise self._no_tokenizer()
         return self.origin.tokenizer
+
+    def _no_tokenizer(self) -> NoTokenizer:
+        reason = "this model was not loaded from a checkpoint" if self.origin is None else self.origin.tokenizer
+        return NoTokenizer(f"no tokenizer: {reason}; pass token ids")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "tokenizer":  # Python comes here when the property raises an AttributeError, and forgets its text
+            raise self._no_tokenizer()
+        return super().__getattr__(name)
 
     @property
     def end_ids(self) -> tuple[int, ...]:

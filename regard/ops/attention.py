@@ -67,7 +67,8 @@ def attention(
             True = may attend.
         bias: a `regard.biases` object, or a float tensor of such a shape; -inf masks.
         scale: factor on ``Q K^T`` that the compute dtype holds; ``Dk ** -0.5`` by default.
-        softcap: bound on the scores, > 0, at least the compute dtype's smallest normal number; None or inf for none.
+        softcap: bound on the scores, > 0, at least the compute dtype's smallest normal number; None, inf and anything
+            from 1e30 on for none.
         sink: a logit per query head ``(Hq,)`` that takes its share of the softmax and gives nothing.
         dropout_p: the share of weights dropped, in [0, 1]; 0 draws no random number.
         q_start: the key slot at which query 0 stands, an int or ``(B,)``; ``Tk - Tq`` by default: the queries are the

@@ -75,3 +75,37 @@ def test_what_cannot_be_registered(registry, arguments, words):
     with pytest.raises(ValueError, match=words):
         backends.register(operation, name, made(), devices, before)
     assert name == "chunked" or name not in backends.names()
+
+
+def test_once_on_a_device_without_an_order_of_its_own(registry):
+    backends.register("recurrence", "other", made(), devices=("meta", "cpu"))
+    orders = backends._ORDER["recurrence"]
+    assert orders["meta"] == ("other", "chunked", "native", "reference")
+    assert all(order.count("other") == 1 for order in orders.values())
+
+
+def test_one_device_as_text(registry):
+    q, k, v = inputs()
+    backends.register("recurrence", "other", made(), devices="cpu")
+    with backends.count_backends() as counts:
+        regard.recurrence(q, k, v, regard.Decay())
+    assert counts["other"] == 1 and set(backends._ORDER["recurrence"]) == {"cpu", ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "devices", "kind", "words"),
+    [
+        (3, made(), ("cpu",), TypeError, "name: expected letters"),
+        ("", made(), ("cpu",), ValueError, "name: expected letters"),
+        ("two words", made(), ("cpu",), ValueError, "name: expected letters"),
+        ("other", SimpleNamespace(run=reference.run), ("cpu",), TypeError, "got none named reject, defer"),
+        ("other", SimpleNamespace(reject=1, defer=len, run=len), ("cpu",), TypeError, "got none named reject"),
+        ("other", made(), (torch.device("cpu"),), TypeError, "devices: expected names"),
+        ("other", made(), "", TypeError, "devices: expected names"),
+    ],
+)
+def test_broken_backends_are_refused_and_nothing_changes(registry, name, backend, devices, kind, words):
+    before = copy.deepcopy(backends._ORDER)
+    with pytest.raises(kind, match=words):
+        backends.register("recurrence", name, backend, devices)
+    assert name not in backends.names() and before == backends._ORDER

@@ -1,11 +1,12 @@
 """Generation: choosing tokens, padding, endings, streaming, and what is refused."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
-from regard.models import Decoder, Origin, Sampling, TextStream, Tokenizer, generate, load, stream
+from regard.models import Decoder, Embedding, Origin, Sampling, TextStream, Tokenizer, generate, load, stream
 from regard.models.layouts import LAYOUTS
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -230,3 +231,14 @@ def test_prompts_that_cannot_be(model):
     with pytest.raises(TypeError, match="model: expected a Decoder, got Encoder"):
         generate(load(CHECKPOINTS / "bert"), [1], max_tokens=1)
     assert isinstance(model, Decoder)
+
+
+def test_probing_finds_no_tokenizer(model, speaking):
+    for without in (model, Decoder(Embedding(torch.nn.Embedding(5, 4)), [])):
+        assert not hasattr(without, "tokenizer")
+        assert "tokenizer" not in dict(inspect.getmembers(without))
+        with pytest.raises(ValueError, match=r"no tokenizer: .*pass token ids"):
+            without.tokenizer  # noqa: B018
+        with pytest.raises(AttributeError, match="no attribute 'tokenized'"):
+            without.tokenized  # noqa: B018
+    assert hasattr(speaking, "tokenizer")

@@ -58,6 +58,12 @@ def test_softcaps_that_float32_cannot_divide_by(cap, dtype):
         Scores(softcap=cap)
 
 
+@pytest.mark.parametrize("option", ["scale", "softcap", "dropout_p"])
+def test_whole_numbers_beyond_any_float_name_the_argument(option):
+    with pytest.raises(ValueError, match=f"{option}: expected a number"):
+        regard.attention(*operands(), **{option: 10**400})
+
+
 def test_float64_scores_take_smaller_softcaps():
     q, k, v = operands(torch.float64)
     out = regard.attention(q, k, v, softcap=1e-300)

@@ -115,6 +115,9 @@ class Backward {
       int64_t begin = b * kQueryBlock, end = begin + kQueryBlock < flat ? begin + kQueryBlock : flat;
       KeyRange span = key_range_of_rows(x, batch, begin / group_heads, (end - 1) / group_heads);
       bool meets = fits && (first < span.prefix || (first < span.high && first + keys > span.low));
+      if (meets && x.tile_lines)
+        meets = tiles_meet(x, batch, kv_head * group_heads, group_heads, begin / group_heads, (end - 1) / group_heads,
+                           first, keys);
       if (meets) {
         if (!packed) pack_keys(m, batch, kv_head, first, keys);
         packed = true;

@@ -117,7 +117,8 @@ class BiasGradient {
     KeyRange span = key_range_of_rows(x, batch, begin, begin + rows - 1);
     for (int64_t first = 0; first < x.k_len; first += kBackwardWidth) {
       int keys = (int)(x.k_len - first < kBackwardWidth ? x.k_len - first : kBackwardWidth);
-      if (first < span.prefix || (first < span.high && first + keys > span.low))
+      bool meets = first < span.prefix || (first < span.high && first + keys > span.low);
+      if (meets && (!x.tile_lines || tiles_meet(x, batch, head, 1, begin, begin + rows - 1, first, keys)))
         add_panel(m, batch, kv_head, rows, first, keys, add);
     }
     return true;

@@ -46,9 +46,23 @@ double difference(const std::vector<float> &got, const std::vector<float> &want)
   return most / size;
 }
 
-enum Kind { kFull, kCausal, kWindow, kPrefix, kKeep, kSegments, kMask, kBias, kRelative, kSoftcap, kDropout, kKinds };
-const char *const names[kKinds] = {"full", "causal", "window",   "prefix",  "keep",   "segments",
-                                   "mask", "bias",   "relative", "softcap", "dropout"};
+enum Kind {
+  kFull,
+  kCausal,
+  kWindow,
+  kPrefix,
+  kKeep,
+  kSegments,
+  kMask,
+  kTiles,
+  kBias,
+  kRelative,
+  kSoftcap,
+  kDropout,
+  kKinds
+};
+const char *const names[kKinds] = {"full", "causal", "window", "prefix",   "keep",    "segments",
+                                   "mask", "tiles",  "bias",   "relative", "softcap", "dropout"};
 
 double compare(Kind kind, bool low_precision) {
   const int sizes[] = {1, 2, 5, 7, 16, 17, 33, 64, 65, 130}, dims[] = {1, 3, 8, 16, 17, 33, 64, 80};
@@ -89,6 +103,25 @@ double compare(Kind kind, bool low_precision) {
   if (kind == kRelative) {
     call.relative = relative.data(), call.relative_stride = call.relative_count = q_len + k_len;
     call.relative_zero = k_len;
+  }
+
+  std::vector<int64_t> lines;
+  std::vector<int32_t> columns, numbered;
+  std::vector<uint64_t> bits;
+  for (int64_t head = 0, n = 0; head < heads; ++head)
+    for (int64_t row = 0; row < q_len; row += REGARD_TILE) {
+      lines.push_back((int64_t)columns.size());
+      for (int64_t column = 0; column < k_len; column += REGARD_TILE) {
+        const int how = (int)pick(3);  // not listed, whole, by bits
+        if (!how) continue;
+        columns.push_back((int32_t)(column / REGARD_TILE)), numbered.push_back(how == 1 ? -1 : (int32_t)n++);
+        for (int r = 0; how == 2 && r < REGARD_TILE; ++r) bits.push_back((uint64_t)pick(1 << 30) << 30 | pick(1 << 30));
+      }
+      lines.push_back((int64_t)columns.size());
+    }
+  if (kind == kTiles) {
+    call.tile_lines = lines.data(), call.tile_column = columns.data(), call.tile_bits = numbered.data();
+    call.bits = bits.data(), call.tile_stride[1] = (q_len + REGARD_TILE - 1) / REGARD_TILE * 2;
   }
 
   const auto run = [&](auto forward, auto backward) {

@@ -57,35 +57,51 @@ struct PanelFacts {
       if (x.k_segment && x.k_segment[j] > segment_high[panel]) segment_high[panel] = x.k_segment[j];
     }
   }
-  bool alive(const Call &x, const Query *queries, int rows, int64_t first, int panel) const {
+  bool alive(const Call &x, const Query *queries, int rows, int panel) const {
     if (!any_kept[panel]) return false;
-    int64_t begin = first + panel * width, end = begin + width < x.k_len ? begin + width : x.k_len;
+    if (!x.q_segment) return true;
     for (int r = 0; r < rows; ++r) {
-      const Query &q = queries[r];
-      if (x.q_segment) {
-        int64_t own = x.q_segment[q.batch * x.q_len + q.row];
-        if (own < segment_low[panel] || own > segment_high[panel]) continue;
-      }
-      if (!x.layout) return true;
-      for (int64_t j = begin; j < end; j = (j / x.layout_cols + 1) * x.layout_cols)
-        if (layout_at(x, q, j)) return true;
+      int64_t own = x.q_segment[queries[r].batch * x.q_len + queries[r].row];
+      if (own >= segment_low[panel] && own <= segment_high[panel]) return true;
     }
     return false;
   }
 };
+
+// The panels of a block in which listed tiles lie, a bit each.
+template <int width>
+unsigned listed_panels(const Call &x, const Query *queries, int rows, int64_t first, int keys) {
+  unsigned panels = 0;
+  for (int r = 0; r < rows; ++r) {
+    const Query &q = queries[r];
+    bool seen = false;  // in a neighbour that has the same line
+    for (int n = 0; n < r && !seen; ++n)
+      seen = q.row / REGARD_TILE == queries[n].row / REGARD_TILE && (!x.tile_stride[1] || q.head == queries[n].head);
+    if (seen) continue;
+    TileLine line = tile_line(x, q.batch, q.head, q.row);
+    for (long n = line.from(first); n < line.count && line.begin(n) < first + keys; ++n) {
+      int64_t begin = clamp(line.begin(n) - first, 0, keys), end = clamp(line.begin(n) + REGARD_TILE - first, 0, keys);
+      for (int64_t panel = begin / width; panel * width < end; ++panel) panels |= 1u << panel;
+    }
+  }
+  return panels;
+}
 
 // The ranges of a group in the block of `keys` keys at slot `first`; `facts` is null where panels cannot be ruled out.
 template <int width>
 REGARD_INLINE void find_ranges(ColumnRanges &ranges, const Call &x, const Group &group, const Query *queries,
                                int64_t first, int keys, const PanelFacts<width> *facts) {
   ranges.count = 0;
+  unsigned listed = x.tile_lines ? listed_panels<width>(x, queries, group.rows, first, keys) : ~0u;
+  if (!listed) return;
   int prefix = (int)clamp(group.hull.prefix - first, 0, keys);
   int low = (int)clamp(group.hull.low - first, 0, keys), high = (int)clamp(group.hull.high - first, 0, keys);
   for (int panel = 0; panel < keys; panel += width) {
     int end = panel + width < keys ? panel + width : keys;
     bool in_prefix = panel < prefix, in_interval = low < end && high > panel && low < high;
     if (!in_prefix && !in_interval) continue;
-    if (facts && !facts->alive(x, queries, group.rows, first, panel / width)) continue;
+    if (!(listed >> panel / width & 1)) continue;
+    if (facts && !facts->alive(x, queries, group.rows, panel / width)) continue;
     int begin = in_prefix || low < panel ? panel : low / kUnit * kUnit;
     int cut = in_interval ? (high < end ? high : end) : 0;
     if (in_prefix && cut < (prefix < end ? prefix : end)) cut = prefix < end ? prefix : end;
@@ -98,7 +114,7 @@ REGARD_INLINE void find_ranges(ColumnRanges &ranges, const Call &x, const Group 
   }
 }
 
-// Whether panels may be ruled out by more than the key range.
-REGARD_INLINE bool is_sparse(const Call &x) { return x.keep || x.q_segment || x.layout; }
+// Whether `PanelFacts` may rule out panels.
+REGARD_INLINE bool is_sparse(const Call &x) { return x.keep || x.q_segment; }
 
 }  // namespace

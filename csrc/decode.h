@@ -160,6 +160,7 @@ class Decode {
     int64_t low = hull.prefix > 0 ? 0 : hull.low, high = hull.high > hull.prefix ? hull.high : hull.prefix;
     int begin = (int)(clamp(low - first, 0, kDecodeKeys) / kUnit * kUnit),
         cut = (int)clamp(high - first, 0, kDecodeKeys);
+    if (x.tile_lines) narrow(m.queries, first, begin, cut);
     if (begin >= cut) return true;
     const In *k = (const In *)x.k + batch * x.k_stride[0] + kv_head * x.k_stride[1] + (first + begin) * x.k_stride[2];
     const In *v = (const In *)x.v + batch * x.v_stride[0] + kv_head * x.v_stride[1] + (first + begin) * x.v_stride[2];
@@ -172,6 +173,19 @@ class Decode {
       multiply_values(m, v, begin, cut, part, true, batch, first + begin);
     }
     return true;
+  }
+
+  // From begin ... cut, which count from key `first`, the tiles at the ends that no row lists are taken away.
+  void narrow(const Query *queries, int64_t first, int &begin, int &cut) const {
+    int64_t low = first + cut, high = first + begin;
+    for (int r = 0; r < rows; ++r) {
+      TileLine line = tile_line(x, queries[r].batch, queries[r].head, queries[r].row);
+      long n = line.from(first + begin), last = line.from(first + cut - 1);
+      if (n < line.count && line.begin(n) < low) low = line.begin(n);
+      if (last == line.count || line.begin(last) >= first + cut) --last;
+      if (last >= 0 && line.begin(last) + REGARD_TILE > high) high = line.begin(last) + REGARD_TILE;
+    }
+    begin = (int)clamp(low - first, begin, cut), cut = (int)clamp(high - first, begin, cut);
   }
 
   // From one row of k or v to the one that is kAhead bytes of content behind it.

@@ -52,8 +52,8 @@ DESCRIBE(regard_attention, FIELD(batch), FIELD(q_heads), FIELD(kv_heads), FIELD(
          FIELD(v_dim), FIELD(dtype), FIELD(scale), FIELD(softcap), FIELD(q), FIELD(k), FIELD(v), FIELD(out), FIELD(lse),
          FIELD(kept), FIELD(out_f32), FIELD(q_stride), FIELD(k_stride), FIELD(v_stride), FIELD(out_stride),
          FIELD(q_start), FIELD(low), FIELD(high), FIELD(prefix), FIELD(k_length), FIELD(keep), FIELD(q_segment),
-         FIELD(k_segment), FIELD(mask), FIELD(mask_stride), FIELD(layout), FIELD(layout_stride), FIELD(layout_rows),
-         FIELD(layout_cols), FIELD(bias), FIELD(bias_stride), FIELD(relative), FIELD(relative_stride),
+         FIELD(k_segment), FIELD(mask), FIELD(mask_stride), FIELD(tile_lines), FIELD(tile_stride), FIELD(tile_column),
+         FIELD(tile_bits), FIELD(bits), FIELD(bias), FIELD(bias_stride), FIELD(relative), FIELD(relative_stride),
          FIELD(relative_zero), FIELD(relative_count), FIELD(dropout_p), FIELD(dropout_seed))
 DESCRIBE(regard_attention_grad, FIELD(d_out), FIELD(d_lse), FIELD(out), FIELD(d_q), FIELD(d_k), FIELD(d_v),
          FIELD(d_bias), FIELD(d_bias_stride), FIELD(d_relative))

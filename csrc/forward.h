@@ -234,8 +234,13 @@ class Forward {
     if (splits > 1 && end_of_keys > origin + kSplitKeys) end_of_keys = origin + kSplitKeys;
     if (last > end_of_keys) last = end_of_keys;
     int64_t start = hull.prefix > 0 || hull.low < origin ? origin : origin + (hull.low - origin) / block * block;
-    for (int64_t first = start; first < last; first += block)
-      attend(m, batch, kv_head, first, (int)clamp(end_of_keys - first, 0, block), groups);
+    int64_t last_row = (end - 1) / group_heads;
+    for (int64_t first = start; first < last; first += block) {
+      int keys = (int)clamp(end_of_keys - first, 0, block);
+      if (!x.tile_lines ||
+          tiles_meet(x, batch, kv_head * group_heads, group_heads, begin / group_heads, last_row, first, keys))
+        attend(m, batch, kv_head, first, keys, groups);
+    }
     for (long r = 0; r < rows; ++r) {
       if (splits == 1) {
         write_row<In>(x, m.queries[r], m.out + r * columns, m.top[r], m.sum[r]);

@@ -64,9 +64,19 @@ struct Row {
     if (a.k_length && c >= a.k_length[b]) return false;
     if (a.keep && !a.keep[b * a.k_len + c]) return false;
     if (a.q_segment && a.q_segment[b * a.q_len + r] != a.k_segment[b * a.k_len + c]) return false;
-    if (!a.mask) return true;
     const int64_t *s = a.mask_stride;
-    return a.mask[b * s[0] + h * s[1] + r * s[2] + c * s[3]] != 0;
+    if (a.mask && !a.mask[b * s[0] + h * s[1] + r * s[2] + c * s[3]]) return false;
+    return !a.tile_lines || listed(c);
+  }
+
+  bool listed(int64_t c) const {
+    const int64_t *ends = a.tile_lines + b * a.tile_stride[0] + h * a.tile_stride[1] + r / REGARD_TILE * 2;
+    for (int64_t n = ends[0]; n < ends[1]; ++n) {
+      if (a.tile_column[n] != c / REGARD_TILE) continue;
+      if (a.tile_bits[n] < 0) return true;
+      return a.bits[a.tile_bits[n] * REGARD_TILE + r % REGARD_TILE] >> c % REGARD_TILE & 1;
+    }
+    return false;
   }
 
   int64_t bias_at(const int64_t *s, int64_t c) const { return b * s[0] + h * s[1] + r * s[2] + c * s[3]; }

@@ -9,10 +9,13 @@ extern "C" {
 // Kinds of q, k, v and out. Sums, scores, bias, lse are float32 in every case.
 enum regard_dtype { REGARD_F32 = 0, REGARD_BF16 = 1 };
 
+enum { REGARD_TILE = 64 };
+
 // One attention call. Every tensor's last stride is 1; pointers that may be null say so.
 // Query row r of batch row b stands at slot i = q_start[b] + r, key column c at slot j = c.
 // A pair is allowed when  (low <= i - j <= high  or  j < prefix[b])  and  j < k_length[b]  and  keep[b, c]
-// and  q_segment[b, r] == k_segment[b, c]  and  mask[b, h, r, c]; each term only where its pointer is not null.
+// and  q_segment[b, r] == k_segment[b, c]  and  mask[b, h, r, c]  and the pair is in the lists of tiles; each term only
+// where its pointer is not null.
 typedef struct regard_attention {
   int64_t batch, q_heads, kv_heads, q_len, k_len, k_dim, v_dim;
   int32_t dtype;
@@ -32,9 +35,13 @@ typedef struct regard_attention {
   const int64_t *q_segment, *k_segment;  // (B, Tq), (B, Tk) contiguous or null
   const uint8_t *mask;                   // strides below, 0 broadcasts; or null
   int64_t mask_stride[4];
-  const uint8_t *layout;     // per tile of layout_rows x layout_cols: 0 empty, 1 partial, 2 full of `mask`; or null
-  int64_t layout_stride[4];  // batch, head, row, column; 0 broadcasts
-  int64_t layout_rows, layout_cols;
+  // The tiles of REGARD_TILE rows by REGARD_TILE columns that hold allowed pairs, in lists: the row of tiles n of a
+  // head has tiles tile_lines[2 n] up to tile_lines[2 n + 1], by rising column. Of each, tile_bits is -1 where these
+  // lists leave all of its pairs, else the number of its REGARD_TILE words in `bits`: bit c of word r is pair (r, c).
+  const int64_t *tile_lines;  // (rows of tiles, 2) of each head, strides below; or null
+  int64_t tile_stride[2];     // batch, head; 0 broadcasts
+  const int32_t *tile_column, *tile_bits;
+  const uint64_t *bits;
 
   const float *bias;  // dense, strides below, 0 broadcasts; -inf masks; or null
   int64_t bias_stride[4];

@@ -67,9 +67,9 @@ REGARD_INLINE Query query_of(const Call &x, int64_t batch, int64_t head, int64_t
 }
 
 // Whether a term other than the interval, the prefix and the length decides which keys are read.
-REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.layout || x.bias; }
+REGARD_INLINE bool has_mask(const Call &x) { return x.keep || x.q_segment || x.mask || x.tile_lines || x.bias; }
 // Whether `hide` does no more than `cut`.
-REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.layout); }
+REGARD_INLINE bool is_only_cut(const Call &x) { return !(x.keep || x.q_segment || x.mask || x.tile_lines); }
 // Whether `shape` has a step whose derivative is not the scale alone.
 REGARD_INLINE bool has_slope(const Call &x) { return x.softcap > 0; }
 // Whether scores are only scaled: then they stay raw products, and the softmax takes the scale on its way.
@@ -91,10 +91,45 @@ REGARD_INLINE RowSum row_sum(const Call &x, int64_t n) {
   return {tops[n], tops[row_count(x) + n]};
 }
 
-REGARD_INLINE uint8_t layout_at(const Call &x, const Query &q, int64_t column) {
-  const int64_t *stride = x.layout_stride;
-  return x.layout[q.batch * stride[0] + q.head * stride[1] + q.row / x.layout_rows * stride[2] +
-                  column / x.layout_cols * stride[3]];
+// The listed tiles of one row of tiles.
+struct TileLine {
+  const int32_t *columns, *bits;
+  long count;
+
+  // The first tile of the line that does not end before a column.
+  long from(int64_t column) const {
+    int32_t least = (int32_t)(column / REGARD_TILE);
+    long low = 0, high = count;
+    while (low < high) {
+      long middle = (low + high) / 2;
+      if (columns[middle] < least)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  int64_t begin(long n) const { return (int64_t)columns[n] * REGARD_TILE; }
+};
+REGARD_INLINE TileLine tile_line(const Call &x, int64_t batch, int64_t head, int64_t row) {
+  const int64_t *ends = x.tile_lines + batch * x.tile_stride[0] + head * x.tile_stride[1] + row / REGARD_TILE * 2;
+  return {x.tile_column + ends[0], x.tile_bits + ends[0], (long)(ends[1] - ends[0])};
+}
+// The tile's word for a row, a bit for each column.
+REGARD_INLINE uint64_t tile_word(const Call &x, const TileLine &line, long n, int64_t row) {
+  return line.bits[n] < 0 ? ~(uint64_t)0 : x.bits[(int64_t)line.bits[n] * REGARD_TILE + row % REGARD_TILE];
+}
+// Whether any row `first_row` ... `last_row` of heads `head` ... `head` + `heads` has a tile that meets `keys` keys.
+REGARD_INLINE bool tiles_meet(const Call &x, int64_t batch, int64_t head, long heads, int64_t first_row,
+                              int64_t last_row, int64_t first, int keys) {
+  if (x.tile_stride[1] == 0) heads = 1;
+  for (int64_t row = first_row / REGARD_TILE * REGARD_TILE; row <= last_row; row += REGARD_TILE)
+    for (long h = 0; h < heads; ++h) {
+      TileLine line = tile_line(x, batch, head + h, row);
+      long n = line.from(first);
+      if (n < line.count && line.begin(n) < first + keys) return true;
+    }
+  return false;
 }
 
 // -inf in columns begin ... end of whole vectors.
@@ -146,6 +181,24 @@ void shape(const Call &x, const Query &q, float *s, float *slope, int64_t first,
   }
 }
 
+// -inf outside of the listed tiles, and where their bits are 0. Tiles end at whole units of columns.
+void hide_by_tiles(const Call &x, const Query &q, float *s, int64_t first, int64_t n) {
+  TileLine line = tile_line(x, q.batch, q.head, q.row);
+  long at = line.from(first);
+  vf never = splat(-INFINITY);
+  for (int64_t c = 0; c < n;) {
+    int64_t end = clamp(((first + c) / REGARD_TILE + 1) * REGARD_TILE - first, 0, n);
+    bool listed = at < line.count && line.begin(at) <= first + c;
+    uint64_t word = listed ? tile_word(x, line, at, q.row) >> (first + c) % REGARD_TILE : 0;
+    if (listed && line.bits[at++] < 0) c = end;
+    for (; c < end; c += kLanes) {
+      vi allowed = (vi)(((int)(word & ((1u << kLanes) - 1)) >> lane_numbers()) & 1) != 0;
+      store(s + c, allowed ? load(s + c) : never);
+      word >>= kLanes;
+    }
+  }
+}
+
 // -inf for the pairs that may not attend, after `shape`.
 void hide(const Call &x, const Query &q, float *s, int64_t first, int64_t n) {
   int64_t exist = clamp(x.k_len - first, 0, n);
@@ -166,8 +219,7 @@ void hide(const Call &x, const Query &q, float *s, int64_t first, int64_t n) {
     else
       for (int64_t c = 0; c < exist; ++c) s[c] = mask[c * stride[3]] ? s[c] : -INFINITY;
   }
-  if (x.layout && !x.mask)
-    for (int64_t c = 0; c < exist; ++c) s[c] = layout_at(x, q, first + c) ? s[c] : -INFINITY;
+  if (x.tile_lines) hide_by_tiles(x, q, s, first, n);
   cut(q.keys, s, first, n);
 }
 
@@ -184,6 +236,13 @@ void drop(const Call &x, const Query &q, float *p, int64_t first, int64_t n) {
 }
 REGARD_INLINE float kept_factor(const Call &x) { return x.dropout_p < 1 ? 1.0f / (1.0f - x.dropout_p) : 0.0f; }
 
+bool is_listed(const Call &x, const Query &q, int64_t column) {
+  TileLine line = tile_line(x, q.batch, q.head, q.row);
+  long n = line.from(column);
+  if (n == line.count || line.begin(n) > column) return false;
+  return tile_word(x, line, n, q.row) >> column % REGARD_TILE & 1;
+}
+
 // Whether any query row of the batch row may read the key: asked only of keys with a value that is not finite.
 bool is_read(const Call &x, int64_t batch, int64_t column) {
   if (x.keep && !x.keep[batch * x.k_len + column]) return false;
@@ -192,9 +251,9 @@ bool is_read(const Call &x, int64_t batch, int64_t column) {
     Query q = query_of(x, batch, 0, row);
     if (!q.keys.contains(column)) continue;
     if (x.q_segment && x.q_segment[batch * x.q_len + row] != x.k_segment[batch * x.k_len + column]) continue;
-    if (!x.mask && !x.layout) return true;
+    if (!x.mask && !x.tile_lines) return true;
     for (q.head = 0; q.head < x.q_heads; ++q.head) {
-      if (x.layout && !layout_at(x, q, column)) continue;
+      if (x.tile_lines && !is_listed(x, q, column)) continue;
       const int64_t *stride = x.mask_stride;
       if (!x.mask || x.mask[batch * stride[0] + q.head * stride[1] + row * stride[2] + column * stride[3]]) return true;
     }

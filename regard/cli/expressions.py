@@ -53,6 +53,18 @@ def _mask(name: str) -> Callable[..., Any]:
     return make
 
 
+def _global(shape: Shape, *slots: int) -> Any:
+    from regard.masks import Global
+
+    return Global(slots)
+
+
+def _random_blocks(shape: Shape, per_row: int, size: int = 64) -> Any:
+    from regard.masks import RandomBlocks
+
+    return RandomBlocks(per_row, size, max(shape.queries, shape.keys), heads=shape.heads)
+
+
 def _packed(shape: Shape, *arguments: Any) -> Any:
     from regard.masks import Segments
 
@@ -69,6 +81,8 @@ MASKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "prefix": ("prefix(64) or prefix([64, 32])", _mask("Prefix")),
     "key_lengths": ("key_lengths([100, 80])", _mask("KeyLengths")),
     "packed": ("packed([100, 28])", _packed),
+    "global_tokens": ("global_tokens(0, 1)", _global),
+    "random_blocks": ("random_blocks(per_row, size)", _random_blocks),
     "padding": ("padding", _padding),
     "dense": ("dense", _dense),
 }

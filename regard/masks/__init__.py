@@ -16,13 +16,15 @@ form (`Mask.dense`), its block layout (`Mask.block_layout`), FlexAttention's pre
 """
 
 from regard.masks.base import And, Mask, Not, Or, split_packing
+from regard.masks.blocks import BlockColumns, Blocks, Global, RandomBlocks
 from regard.masks.positional import Band, Causal, Dilated, Full, KeyLengths, Prefix, Window
 from regard.masks.segments import Buckets, Segments
-from regard.masks.tensor_masks import Blocks, Dense, Edges, Global, KeyPadding, Predicate, RandomBlocks, as_mask
+from regard.masks.tensor_masks import Dense, Edges, KeyPadding, Predicate, as_mask
 
 __all__ = [
     "And",
     "Band",
+    "BlockColumns",
     "Blocks",
     "Buckets",
     "Causal",

@@ -17,6 +17,7 @@ from regard.checks import UNKNOWN
 from regard.coordinates import Coordinates, Packing, TileBounds, TileIndices, can_read, is_recording
 from regard.masks.block_layout import block_layout
 from regard.masks.intervals import Intervals
+from regard.masks.tiles import TileGrid, Tiles
 
 __all__ = ["And", "Mask", "Shifted", "Not", "Or", "reach", "split_packing", "tensors_of", "to_device"]
 
@@ -41,6 +42,15 @@ class Mask:
     def offsets(self) -> Intervals | None:
         """The allowed values of ``i - j``, when the mask depends on nothing else."""
         return None
+
+    @property
+    def lists_tiles(self) -> bool:
+        """Whether `tiles` can say which tiles hold allowed pairs, in time and memory of their number."""
+        return False
+
+    def tiles(self, grid: TileGrid) -> Tiles:
+        """Every tile of a call that may hold an allowed pair, and which are allowed whole; for masks that list them."""
+        raise NotImplementedError
 
     def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
         """Raise ValueError where the mask's tensors do not fit a call of these sizes."""
@@ -216,6 +226,15 @@ class And(_Combined):
         some, every = zip(*(part.bounds(box) for part in self.parts), strict=True)
         return all(some), all(every)
 
+    @property
+    def lists_tiles(self) -> bool:
+        return any(part.lists_tiles for part in self.parts)
+
+    def tiles(self, grid: TileGrid) -> Tiles:
+        known = [part.tiles(grid) for part in self.parts if part.lists_tiles]
+        found = functools.reduce(operator.and_, known)
+        return found if len(known) == len(self.parts) else found.undecided()
+
 
 @dataclass(frozen=True, eq=False)
 class Or(_Combined):
@@ -234,6 +253,13 @@ class Or(_Combined):
             return offsets.meet(*box.distance)
         some, every = zip(*(part.bounds(box) for part in self.parts), strict=True)
         return any(some), any(every)
+
+    @property
+    def lists_tiles(self) -> bool:
+        return all(part.lists_tiles for part in self.parts)
+
+    def tiles(self, grid: TileGrid) -> Tiles:
+        return functools.reduce(operator.or_, (part.tiles(grid) for part in self.parts))
 
 
 @dataclass(frozen=True, eq=False)

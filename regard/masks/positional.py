@@ -12,12 +12,17 @@ from regard.checks import UNKNOWN, describe, pick, whole
 from regard.coordinates import TileBounds, TileIndices, can_read
 from regard.masks.base import Mask
 from regard.masks.intervals import EVERYTHING, PAST, Intervals
+from regard.masks.tiles import TileGrid, Tiles, box_tiles, diagonal_tiles
 
 __all__ = ["Band", "Causal", "Dilated", "Full", "KeyLengths", "Prefix", "Window"]
 
 
 class _Offset(Mask):
     exact_bounds: ClassVar[bool] = True
+    lists_tiles = True
+
+    def tiles(self, grid: TileGrid) -> Tiles:
+        return diagonal_tiles(grid, self.bounds)
 
     def allows_at(self, indices: TileIndices) -> Tensor:
         intervals = self.offsets()
@@ -120,6 +125,12 @@ class Band(_Offset):
 class _KeysBefore(Mask):
     n: int | Tensor
     exact_bounds: ClassVar[bool] = True
+    lists_tiles = True
+
+    def tiles(self, grid: TileGrid) -> Tiles:
+        ends = torch.as_tensor(self.n).long().view(-1)
+        row, nothing = torch.arange(len(ends)), torch.zeros_like(ends)
+        return box_tiles(grid, (len(ends), 1), (row, 0), (nothing, nothing + grid.q_len), (nothing, ends))
 
     def __post_init__(self) -> None:
         if not isinstance(self.n, Tensor):

@@ -1,19 +1,20 @@
-"""Masks that tensors spell out: padding, blocks, global tokens, edges of a graph, dense masks, any predicate."""
+"""Masks that tensors spell out: padding, edges of a graph, dense masks, any predicate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from regard.checks import UNKNOWN, any_all, describe, fits, is_bool, is_dense, pick, whole
+from regard.checks import any_all, describe, fits, is_bool, is_dense, pick
 from regard.coordinates import TileBounds, TileIndices, can_read
 from regard.masks.base import Mask
+from regard.masks.tiles import TileGrid, Tiles, box_tiles
 
-__all__ = ["as_mask", "Blocks", "Dense", "Edges", "Global", "KeyPadding", "Predicate", "RandomBlocks"]
+__all__ = ["Dense", "Edges", "KeyPadding", "Predicate", "as_mask"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,112 +38,17 @@ class KeyPadding(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks(Mask):
-    """``layout[…, i // size, j // size]``, bool (rows, columns) or (B, H, rows, columns); the last may be ragged."""
-
-    layout: Tensor
-    size: int
-    exact_bounds: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        is_bool("layout", self.layout, (2, 4), "(rows, columns) or (B, H, rows, columns)")
-        whole("size", self.size, 1)
-
-    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
-        if self.layout.ndim == 4:
-            fits(f"{type(self).__name__}.layout", self.layout, (batch, heads, *self.layout.shape[2:]))
-        rows = -(-q_len // self.size)
-        if self.layout.shape[-2] < rows:
-            raise ValueError(
-                f"layout: {q_len} queries in blocks of {self.size} need {rows} rows, got {self.layout.shape[-2]}"
-            )
-        need = -(-k_len // self.size)
-        if self.layout.shape[-1] < need:
-            raise ValueError(
-                f"layout: {k_len} keys in blocks of {self.size} need {need} columns, got {self.layout.shape[-1]}"
-            )
-
-    def allows_at(self, indices: TileIndices) -> Tensor:
-        rows = self.layout.shape[-2]
-        i, j = indices.i // self.size, indices.j // self.size
-        inside = (i >= 0) & (i < rows)
-        index = (i.clamp(0, max(rows - 1, 0)), j)
-        return (
-            pick(self.layout, indices.b, indices.h, *index) if self.layout.ndim == 4 else self.layout[index]
-        ) & inside
-
-    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
-        first, last = box.i_low // self.size, box.i_high // self.size + 1
-        if first < 0 or last > self.layout.shape[-2]:
-            return UNKNOWN
-        return any_all(
-            self, self.layout, (..., slice(first, last), slice(box.j_low // self.size, box.j_high // self.size + 1))
-        )
-
-
-class RandomBlocks(Blocks):
-    """`per_row` random key blocks for each query block of a sequence; drawn from `seed`, kept in ``layout``.
-
-    Drawn separately for each of `heads` heads, without replacement, from a generator of its own.
-    """
-
-    def __init__(self, per_row: int, size: int, length: int, *, heads: int = 1, seed: int = 0) -> None:
-        whole("size", size, 1)
-        whole("heads", heads, 1)
-        blocks = -(-whole("length", length, 0) // size)
-        if not 0 <= whole("per_row", per_row, 0) <= blocks:
-            raise ValueError(f"per_row: expected 0 to {blocks}, the number of key blocks, got {per_row}")
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.rand(1, heads, blocks, blocks, generator=generator, dtype=torch.float64).argsort(-1).argsort(-1)
-        super().__init__(order < per_row, size)
-
-
-@dataclass(frozen=True, eq=False)
-class Global(Mask):
-    """i or j is global. `which`: the global slots as a sequence of ints, or bool (T,) or (B, T) over slots."""
-
-    which: Tensor | Sequence[int]
-
-    def __post_init__(self) -> None:
-        if isinstance(self.which, Tensor):
-            is_bool("which", self.which, (1, 2), "(T,) or (B, T), or a sequence of slots")
-            return
-        slots = [whole("which", slot, 0) for slot in self.which]
-        flags = torch.zeros(max(slots, default=-1) + 1, dtype=torch.bool)
-        flags[slots] = True
-        object.__setattr__(self, "which", flags)
-
-    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
-        if self.which.ndim == 2 and self.which.shape[0] not in (1, batch):  # type: ignore[union-attr]
-            raise ValueError(f"Global.which: expected {batch} rows, one per batch row, got {self.which.shape[0]}")  # type: ignore[union-attr]
-
-    def _flag(self, indices: TileIndices, slot: Tensor) -> Tensor:
-        which = self.which
-        assert isinstance(which, Tensor)
-        length = which.shape[-1]
-        if length == 0:
-            return torch.zeros_like(slot, dtype=torch.bool)
-        inside = (slot >= 0) & (slot < length)  # slots past the list are ordinary
-        slot = slot.clamp(0, length - 1)
-        return (pick(which, indices.b, slot) if which.ndim == 2 else which[slot]) & inside
-
-    def allows_at(self, indices: TileIndices) -> Tensor:
-        return self._flag(indices, indices.i) | self._flag(indices, indices.j)
-
-    def bounds(self, box: TileBounds) -> tuple[bool, bool]:
-        which = self.which
-        assert isinstance(which, Tensor)
-        some_i, _ = any_all(self, which, (..., slice(max(box.i_low, 0), max(box.i_high + 1, 0))))
-        some_j, _ = any_all(self, which, (..., slice(max(box.j_low, 0), max(box.j_high + 1, 0))))
-        return some_i or some_j, False
-
-
-@dataclass(frozen=True, eq=False)
 class Edges(Mask):
     """Edges of a graph, an integer tensor (2, E): row 0 the source j, row 1 the target i. Repeated edges count once."""
 
     index: Tensor
     traceable: ClassVar[bool] = False
+    lists_tiles = True
+
+    def tiles(self, grid: TileGrid) -> Tiles:
+        source, target = self.index.long()
+        row = target - grid.q_start
+        return box_tiles(grid, (1, 1), (0, 0), (row, row + 1), (source, source + 1), whole=False)
 
     def __post_init__(self) -> None:
         if (

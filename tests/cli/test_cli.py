@@ -13,7 +13,7 @@ import regard
 from regard.cli import main
 from regard.cli.expressions import Shape, read_bias, read_mask
 from regard.cli.generating import default_model
-from regard.masks import Band, Causal, Dilated, KeyLengths, Prefix, Segments, Window
+from regard.masks import Band, Causal, Dilated, Global, KeyLengths, Prefix, RandomBlocks, Segments, Window
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(batch=2, heads=4, queries=5, keys=5)
@@ -42,10 +42,12 @@ def test_help_is_printed_without_torch(arguments):
         ("causal | prefix([3, 1])", lambda: Causal() | Prefix(torch.tensor([3, 1]))),
         ("dilated(2, 3)", lambda: Dilated(2, 3)),
         ("key_lengths(4)", lambda: KeyLengths(4)),
+        ("window(2) | global_tokens(0, 3)", lambda: Window(2) | Global([0, 3])),
+        ("random_blocks(1, 2)", lambda: RandomBlocks(1, 2, 5, heads=4)),
     ],
 )
 def test_masks_are_read_as_written(text, same):
-    assert torch.equal(read_mask(text, SHAPE).dense(5, 5, batch=2), same().dense(5, 5, batch=2))
+    assert torch.equal(read_mask(text, SHAPE).dense(5, 5, batch=2, heads=4), same().dense(5, 5, batch=2, heads=4))
 
 
 def test_packed_masks_and_biases_are_read():

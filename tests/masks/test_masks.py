@@ -9,6 +9,7 @@ import torch
 
 from regard.masks import (
     Band,
+    BlockColumns,
     Blocks,
     Buckets,
     Causal,
@@ -45,6 +46,7 @@ IDS, Q_IDS, K_IDS = torch.arange(K) // 3, torch.arange(Q).expand(BATCH, -1) // 3
 LENGTHS, EDGES = torch.tensor([3, 11]), numbers(11, 2, 30)
 HASH_Q, HASH_K, TRUTH = numbers(3, BATCH, HEADS, Q), numbers(3, BATCH, HEADS, K), drawn(BATCH, 1, Q, K)
 RANDOM = RandomBlocks(2, 2, 16, heads=HEADS, seed=1)
+COLUMNS = numbers(9, HEADS, 8, 2) - 1
 
 # name -> (the mask, its meaning on batch row, head, query slot, key slot, query row)
 MASKS = {
@@ -65,6 +67,7 @@ MASKS = {
     "global": (Global([0, 5]), lambda b, h, i, j, r: i in (0, 5) or j in (0, 5)),
     "global by row": (Global(KEEP), lambda b, h, i, j, r: KEEP[b, j] or (i < K and KEEP[b, i])),
     "random blocks": (RANDOM, lambda b, h, i, j, r: RANDOM.layout[0, h, i // 2, j // 2]),
+    "block columns": (BlockColumns(COLUMNS, 2), lambda b, h, i, j, r: j // 2 in COLUMNS[h, i // 2]),
     "edges": (Edges(EDGES), lambda b, h, i, j, r: bool(((EDGES[0] == j) & (EDGES[1] == i)).any())),
     "buckets": (Buckets(HASH_Q, HASH_K), lambda b, h, i, j, r: HASH_Q[b, h, r] == HASH_K[b, h, j]),
     "dense": (Dense(TRUTH), lambda b, h, i, j, r: TRUTH[b, 0, r, j]),

@@ -12,19 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.backends.call import AttentionCall
-from regard.backends.terms import MaskTerms, packed_shift
+from regard.backends.terms import packed_shift
 from regard.coordinates import Coordinates, can_read, is_recording
-from regard.masks import Buckets, Mask, Segments
+from regard.masks import Buckets, Dense, Mask, Segments
 from regard.masks.base import tensors_of
-from regard.masks.block_layout import EMPTY, FULL, PARTIAL
+from regard.masks.tiles import TILE, TileGrid, TileLists, tile_lists
 
-__all__ = ["TILE", "broadcast4", "mask_operands"]
+__all__ = ["broadcast4", "lists_others", "mask_operands"]
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1  # open ends of the interval
-TILE = 64  # rows and columns of a dense mask's tiles
 
 # the fields of `Operands` that a mask fills, in their order
-NAMES = ("q_start", "prefix", "k_length", "keep", "q_segment", "k_segment", "mask", "layout", "low", "high")
+NAMES = (
+    *("q_start", "prefix", "k_length", "keep", "q_segment", "k_segment", "mask"),
+    *("tile_lines", "tile_column", "tile_bits", "bits", "low", "high"),
+)
 Fields = tuple[Any, ...]
 
 
@@ -70,7 +72,10 @@ def _fields(call: AttentionCall) -> Fields:
     start = coordinates.q_start if coordinates.packing is None else packed_shift(coordinates.packing) or 0
     keeps = [mask.keep[:, by : by + k_len] for mask, by in terms.keeps]
     q_segment, k_segment = _segments(terms.ids[0], coordinates) if terms.ids else (None, None)
-    dense = _dense(terms, coordinates)
+    listed = lists_others(call)
+    dense = _dense(coordinates, [*terms.dense, *(() if listed else terms.others)])
+    lists = _lists(terms.others, coordinates) if listed else None if dense is None else _lists_of(dense)
+    lines, columns, numbers, bits = (None,) * 4 if lists is None else lists
     return _named(
         _numbers(start, call.q),
         *(terms.offsets.ranges[0] if terms.offsets.ranges else (1.0, 0.0)),
@@ -80,8 +85,34 @@ def _fields(call: AttentionCall) -> Fields:
         q_segment=q_segment,
         k_segment=k_segment,
         mask=dense,
-        layout=_tiles(dense) if dense is not None else None,
+        tile_lines=lines,
+        tile_column=columns,
+        tile_bits=numbers,
+        bits=bits,
     )
+
+
+def lists_others(call: AttentionCall) -> bool:
+    """Whether the terms that kernels do not know by rule are given to them as lists of tiles, never densely."""
+    others, coordinates = call.mask_terms.others, call.coordinates
+    if not others or is_recording() or coordinates.packing is not None or isinstance(coordinates.q_start, Tensor):
+        return False
+    if 0 in (coordinates.q_len, coordinates.k_len) or _is_small(coordinates.q_len, coordinates.k_len):
+        return False
+    return all(by == 0 and term.lists_tiles and all(map(can_read, tensors_of(term))) for term, by in others)
+
+
+def _is_small(q_len: int, k_len: int) -> bool:
+    """Whether there is too little to skip."""
+    return q_len == 1 or k_len == 1 or q_len * k_len < 4 * TILE * TILE
+
+
+def _lists(terms: list[tuple[Mask, int]], coordinates: Coordinates) -> TileLists:
+    start = coordinates.q_start
+    assert not isinstance(start, Tensor)
+    grid = TileGrid(coordinates.batch, coordinates.heads, coordinates.q_len, coordinates.k_len, start)
+    tiles = functools.reduce(operator.and_, (term.tiles(grid) for term, _ in terms))
+    return tile_lists(tiles, [term.allows_at for term, _ in terms])
 
 
 def _numbers(n: int | Tensor, like: Tensor) -> Tensor:
@@ -113,17 +144,18 @@ def _segments(term: tuple[Segments | Buckets, int], coordinates: Coordinates) ->
     return q, k
 
 
-def _dense(terms: MaskTerms, coordinates: Coordinates) -> Tensor | None:
-    """The terms that are tensors or have no other form, as one bool tensor (B | 1, H | 1, Tq | 1, Tk | 1)."""
-    if not (terms.dense or terms.others):
+def _dense(coordinates: Coordinates, chosen: list[tuple[Mask, int]]) -> Tensor | None:
+    """Terms that are tensors or evaluated as one bool tensor (B | 1, H | 1, Tq | 1, Tk | 1)."""
+    if not chosen:
         return None
     parts = []
-    for given, by in terms.dense:
-        whole = given.tensor if given.tensor.ndim == 4 else given.tensor[None, None]
-        parts.append(whole[..., by : by + coordinates.k_len] if whole.shape[3] > 1 else whole)
-    if terms.others:
-        indices = coordinates.indices()
-        parts += [broadcast4(other.allows_at(indices.shifted(by) if by else indices)) for other, by in terms.others]
+    for term, by in chosen:
+        if isinstance(term, Dense):
+            whole = term.tensor if term.tensor.ndim == 4 else term.tensor[None, None]
+            parts.append(whole[..., by : by + coordinates.k_len] if whole.shape[3] > 1 else whole)
+        else:
+            indices = coordinates.indices()
+            parts.append(broadcast4(term.allows_at(indices.shifted(by) if by else indices)))
     return functools.reduce(operator.and_, parts)
 
 
@@ -132,18 +164,20 @@ def broadcast4(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.ndim)]
 
 
-def _tiles(mask: Tensor) -> Tensor | None:
-    """The kind of every tile of a dense mask, or None where there is too little to skip."""
-    rows, cols = mask.shape[2], mask.shape[3]
-    if isinstance(rows, torch.SymInt) or isinstance(cols, torch.SymInt):
+def _lists_of(mask: Tensor) -> TileLists | None:
+    """The tiles of a dense mask that are not empty, or None where there is too little to skip.
+
+    Of sizes that do not depend on what the mask holds, so that a compiler can follow; the mask itself hides the pairs.
+    """
+    rows, columns = mask.shape[2], mask.shape[3]
+    if isinstance(rows, torch.SymInt) or isinstance(columns, torch.SymInt):
         return None  # how many tiles there are would become a condition on sizes that are meant to stay open
-    if rows == 1 or cols == 1 or rows * cols < 4 * TILE * TILE:
+    if _is_small(rows, columns):
         return None
-    edge = (0, -cols % TILE, 0, -rows % TILE)
-
-    def tiles(beyond: int) -> Tensor:
-        whole = F.pad(mask.to(torch.uint8), edge, value=beyond).contiguous()
-        return whole.view(*whole.shape[:2], -(-rows // TILE), TILE, -(-cols // TILE), TILE)
-
-    kinds = torch.where(tiles(1).amin((3, 5)) > 0, FULL, PARTIAL)
-    return torch.where(tiles(0).amax((3, 5)) > 0, kinds, EMPTY).to(torch.uint8)
+    padded = F.pad(mask, (0, -columns % TILE, 0, -rows % TILE))
+    high, wide = padded.shape[2] // TILE, padded.shape[3] // TILE
+    alive = padded.view(*mask.shape[:2], high, TILE, wide, TILE).any(5).any(3)
+    listed = (~alive).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32).contiguous()
+    begin = torch.arange(alive[..., 0].numel(), device=mask.device).view(alive.shape[:3]) * wide
+    lines = torch.stack([begin, begin + alive.sum(-1)], -1)
+    return TileLists(lines, listed, torch.full_like(listed, -1), None)

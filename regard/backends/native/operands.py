@@ -1,9 +1,10 @@
 """From a call to what the kernels read: plain tensors and numbers, and the struct of them (csrc/regard.h).
 
 Of the mask, terms of the outermost ``&`` that the kernels know by themselves stay what they are: one interval of
-``i - j`` (with a prefix by ``|``), key lengths, key padding, segments, dense tensors. Any other term is evaluated into
-one dense mask, whose empty tiles are skipped. Of the bias, what depends on ``j - i`` alone becomes one vector per head,
-computed here in torch, so that autograd leads its gradient back to slopes and tables; the rest is dense.
+``i - j`` (with a prefix by ``|``), key lengths, key padding, segments, dense tensors. Of other terms the kernels get
+the tiles that they allow, in lists, where a mask can list them; else one dense mask, whose empty tiles are skipped. Of
+the bias, what depends on ``j - i`` alone becomes one vector per head, computed here in torch, so that autograd leads
+its gradient back to slopes and tables; the rest is dense.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor
 from regard import biases, masks
 from regard.backends.call import AttentionCall
 from regard.backends.native.bias_operands import bias_operands
-from regard.backends.native.mask_operands import TILE, mask_operands
+from regard.backends.native.mask_operands import lists_others, mask_operands
 from regard.backends.native.operator import Outputs, address
 from regard.backends.native.structs import ATTENTION
 from regard.coordinates import Coordinates
+from regard.masks.tiles import TileLists
 from regard.score_options import ScoreOptions
 
 __all__ = ["Operands", "definition", "operands_of", "strided", "struct_of", "unfit"]
@@ -42,7 +44,10 @@ class Operands(NamedTuple):
     q_segment: Tensor | None  # int64 (B, Tq)
     k_segment: Tensor | None  # int64 (B, Tk)
     mask: Tensor | None  # bool, 4-D, broadcasting
-    layout: Tensor | None  # uint8, 4-D, broadcasting: tiles of `mask`
+    tile_lines: Tensor | None  # the tiles that hold allowed pairs, in lists (regard.masks.tiles.TileLists)
+    tile_column: Tensor | None
+    tile_bits: Tensor | None
+    bits: Tensor | None
     seed: Tensor | None  # int64 ()
     scale: float
     softcap: float  # 0: none
@@ -60,7 +65,7 @@ def unfit(call: AttentionCall) -> str | None:
     pairs = call.q.shape[2] * call.k.shape[2]
     if call.bias is None and (pairs <= DENSE_LIMIT or call.pattern != "other"):
         return None
-    if call.mask_terms.others and pairs > DENSE_LIMIT:
+    if call.mask_terms.others and pairs > DENSE_LIMIT and not lists_others(call):
         return f"it would hold this mask densely, over {DENSE_LIMIT:,} entries"
     terms = call.bias_terms
     if terms.others and pairs * call.q.shape[1] > DENSE_LIMIT:
@@ -111,8 +116,8 @@ def _with_unit_steps(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def _is_plain(one: Operands) -> bool:
     """Whether a call has nothing that `_options` writes."""
-    known = one.prefix is one.k_length is one.keep is one.q_segment is one.mask is one.bias is one.relative is None
-    return known and one.dropout_p == 0.0
+    plain = one.prefix is one.k_length is one.keep is one.q_segment is one.mask is one.tile_lines is one.bias is None
+    return plain and one.relative is None and one.dropout_p == 0.0
 
 
 def _options(one: Operands) -> bytes:
@@ -120,7 +125,8 @@ def _options(one: Operands) -> bytes:
     return ATTENTION.parts[1].pack(
         *(address(one.prefix), address(one.k_length), address(one.keep)),
         *(address(one.q_segment), address(one.k_segment), *strided(one.mask)),
-        *(*strided(one.layout), TILE, TILE, *strided(one.bias)),
+        *(*strided(one.tile_lines)[:3], address(one.tile_column), address(one.tile_bits), address(one.bits)),
+        *strided(one.bias),
         *(address(vector), *((0, 0, 0) if vector is None else (vector.stride(0), one.relative_zero, vector.shape[1]))),
         *(one.dropout_p, 0 if one.seed is None else int(one.seed)),
     )
@@ -151,6 +157,10 @@ def definition(operands: Operands) -> AttentionCall:
         allowed = allowed & (one.q_segment[:, None, :, None] == one.k_segment[:, None, None, :])
     if one.mask is not None:
         allowed = allowed & one.mask
+    if one.tile_lines is not None and one.bits is not None:  # without bits the tiles are those of the dense mask
+        assert one.tile_column is not None and one.tile_bits is not None
+        lists = TileLists(one.tile_lines, one.tile_column, one.tile_bits, one.bits)
+        allowed = allowed & lists.dense(q_len, k_len)
     bias = one.bias
     if one.relative is not None:
         vector = one.relative[indices.h, one.relative_zero - distance]

@@ -90,7 +90,7 @@ ATTENTION = Struct(
     "regard_attention",
     """batch q_heads kv_heads q_len k_len k_dim v_dim dtype scale softcap q k v out lse kept out_f32
     q_stride k_stride v_stride out_stride q_start low high""",
-    """prefix k_length keep q_segment k_segment mask mask_stride layout layout_stride layout_rows layout_cols
+    """prefix k_length keep q_segment k_segment mask mask_stride tile_lines tile_stride tile_column tile_bits bits
     bias bias_stride relative relative_stride relative_zero relative_count dropout_p dropout_seed""",
 )
 ATTENTION_GRAD = Struct("regard_attention_grad", "d_out d_lse out d_q d_k d_v d_bias d_bias_stride d_relative")

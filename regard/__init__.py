@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from regard.models import load
     from regard.ops.attention import attention, attention_weights, explain
     from regard.ops.convolutions import short_conv
+    from regard.ops.edges import edge_attention, edge_softmax, edge_sum
     from regard.ops.recurrence import recurrence
     from regard.ops.scan import scan, selective_scan
     from regard.transitions import Decay, Delta
@@ -28,6 +29,9 @@ __all__ = [
     "biases",
     "caches",
     "catalog",
+    "edge_attention",
+    "edge_softmax",
+    "edge_sum",
     "errors",
     "explain",
     "load",
@@ -49,6 +53,9 @@ _HOME = {
     "Delta": "regard.transitions",
     "attention": "regard.ops.attention",
     "attention_weights": "regard.ops.attention",
+    "edge_attention": "regard.ops.edges",
+    "edge_softmax": "regard.ops.edges",
+    "edge_sum": "regard.ops.edges",
     "explain": "regard.ops.attention",
     "load": "regard.models",
     "mixing_matrix": "regard.analysis.mixing",

@@ -94,6 +94,8 @@ from regard.nn.torch_attention import TorchMultiheadAttention
 __all__ = [{names}]
 '''
 PARTS = ("GatedRMSNorm", "MambaConfig", "Projections", "RMSNorm", "RelativePositionBias", "Scores")
+INNER = ("records", "GraphLayer", "Nodes")  # not for users
+BESIDE = ("graph_attention", "graph_layer", "graph_transformer")  # layers whose calls are not those of the catalogue
 SHARED = (*PARTS, "SwapReport", "TorchMultiheadAttention", "from_torch", "swap", "unswap")
 
 
@@ -102,8 +104,8 @@ def layers(mechanisms: tuple[str, ...] | None = None) -> str:
     from regard.catalog import MECHANISMS
 
     imports, names = [], list(SHARED)
-    for name in MECHANISMS if mechanisms is None else mechanisms:
-        own = [each for each in importlib.import_module(f"regard.mixers.{name}").__all__ if each != "records"]
+    for name in (*(MECHANISMS if mechanisms is None else mechanisms), *BESIDE):
+        own = [each for each in importlib.import_module(f"regard.mixers.{name}").__all__ if each not in INNER]
         imports.append(f"from regard.mixers.{name} import {', '.join(own)}")
         names += own
     text = NN.format(imports="\n".join(imports), names=", ".join(f'"{name}"' for name in sorted(names)))

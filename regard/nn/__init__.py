@@ -7,6 +7,9 @@ from regard.mixers.delta_net import DeltaNet
 from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.gla import GatedLinearAttention, GLADecay
+from regard.mixers.graph_attention import GraphAttention, GraphAttentionV2
+from regard.mixers.graph_layer import GraphOptions, edge_matrix, with_self_loops
+from regard.mixers.graph_transformer import EdgeGraphTransformer, GraphTransformer
 from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.gsa import GatedSlotAttention
 from regard.mixers.hgrn import HGRN, ForgetBounds
@@ -27,6 +30,7 @@ from regard.nn.torch_attention import TorchMultiheadAttention
 __all__ = [
     "DampedEMA",
     "DeltaNet",
+    "EdgeGraphTransformer",
     "ExponentialMovingAverage",
     "ForgetBounds",
     "GLADecay",
@@ -34,6 +38,10 @@ __all__ = [
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
+    "GraphAttention",
+    "GraphAttentionV2",
+    "GraphOptions",
+    "GraphTransformer",
     "GriffinRecurrent",
     "HGRN",
     "KDAGates",
@@ -56,8 +64,10 @@ __all__ = [
     "Scores",
     "SwapReport",
     "TorchMultiheadAttention",
+    "edge_matrix",
     "from_torch",
     "griffin_attention",
     "swap",
     "unswap",
+    "with_self_loops",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from golden_adapters import (
     composed,
     delta_layers,
+    graph,
     kernel_linear,
     latent,
     modules,
@@ -42,6 +43,7 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     **{name: either(ssm.paths, modules.ADAPTERS[name]) for name in ("bamba", "jamba")},
     **composed.ADAPTERS,
     **delta_layers.ADAPTERS,
+    "graph_attention": graph.paths,
     **kernel_linear.ADAPTERS,
     **latent.ADAPTERS,
     **recurrent_core.ADAPTERS,

@@ -112,7 +112,7 @@ class Case:
     def real_rows(self) -> Tensor | None:
         """Which rows of the output (B, T) to compare, or None for all."""
         rule = self.meta.get("compare_only_rows")
-        if rule is None:
+        if rule is None or "as (T,B)" in rule:  # padded queries of those cases are answered as others are
             return None
         found = re.match(r"input\.(\w+) == (1|0|True|False)\b", rule)
         self.refuse_unless(found is not None, f"compare_only_rows: {rule!r}")

@@ -16,6 +16,7 @@ __all__ = ["MECHANISMS", "RECORDS", "Record", "Traits", "find"]
 # The files of regard/mixers/ that define mechanisms, in the order of the tables.
 MECHANISMS = (
     "softmax",
+    "additive",
     "delta_net",
     "ema",
     "gated_delta_net",
@@ -27,6 +28,7 @@ MECHANISMS = (
     "kernel_linear",
     "latent",
     "lightning",
+    "luong",
     "mamba1",
     "mamba2",
     "retention",

@@ -3,6 +3,7 @@
 Written by `make docs` from the `__all__` of the catalogue's files: edit those, or tools/make_docs.py.
 """
 
+from regard.mixers.additive import AdditiveAttention
 from regard.mixers.delta_net import DeltaNet
 from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
@@ -17,6 +18,7 @@ from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.mixers.lightning import LightningAttention
+from regard.mixers.luong import LocalAlignment, LuongAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
@@ -28,6 +30,7 @@ from regard.nn.swapping import SwapReport, swap, unswap
 from regard.nn.torch_attention import TorchMultiheadAttention
 
 __all__ = [
+    "AdditiveAttention",
     "DampedEMA",
     "DeltaNet",
     "EdgeGraphTransformer",
@@ -51,6 +54,8 @@ __all__ = [
     "LightningAttention",
     "LinearAttention",
     "LinearCrossAttention",
+    "LocalAlignment",
+    "LuongAttention",
     "Mamba",
     "Mamba2",
     "MambaConfig",

@@ -9,6 +9,7 @@ a case's configuration and the names of its tensors: no shape, option or value o
 from collections.abc import Callable
 
 from golden_adapters import (
+    alignment,
     composed,
     delta_layers,
     graph,
@@ -44,6 +45,7 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     **composed.ADAPTERS,
     **delta_layers.ADAPTERS,
     "graph_attention": graph.paths,
+    **dict.fromkeys(("bahdanau", "keras_additive", "luong_attention"), alignment.paths),
     **kernel_linear.ADAPTERS,
     **latent.ADAPTERS,
     **recurrent_core.ADAPTERS,

@@ -28,9 +28,11 @@ MECHANISMS = (
     "kernel_linear",
     "latent",
     "lightning",
+    "linformer",
     "luong",
     "mamba1",
     "mamba2",
+    "performer",
     "retention",
     "rwkv6",
 )

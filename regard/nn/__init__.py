@@ -18,10 +18,12 @@ from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.mixers.lightning import LightningAttention
+from regard.mixers.linformer import LengthProjection, Linformer
 from regard.mixers.luong import LocalAlignment, LuongAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
+from regard.mixers.performer import Performer
 from regard.mixers.retention import Retention
 from regard.mixers.rwkv6 import RWKV6
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
@@ -51,9 +53,11 @@ __all__ = [
     "KimiDeltaAttention",
     "LatentProjections",
     "LatentSizes",
+    "LengthProjection",
     "LightningAttention",
     "LinearAttention",
     "LinearCrossAttention",
+    "Linformer",
     "LocalAlignment",
     "LuongAttention",
     "Mamba",
@@ -61,6 +65,7 @@ __all__ = [
     "MambaConfig",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
+    "Performer",
     "Projections",
     "RMSNorm",
     "RWKV6",

@@ -17,6 +17,7 @@ __all__ = ["MECHANISMS", "RECORDS", "Record", "Traits", "find"]
 MECHANISMS = (
     "softmax",
     "additive",
+    "bigbird",
     "delta_net",
     "ema",
     "gated_delta_net",
@@ -29,6 +30,7 @@ MECHANISMS = (
     "latent",
     "lightning",
     "linformer",
+    "longformer",
     "luong",
     "mamba1",
     "mamba2",

@@ -4,6 +4,7 @@ Written by `make docs` from the `__all__` of the catalogue's files: edit those, 
 """
 
 from regard.mixers.additive import AdditiveAttention
+from regard.mixers.bigbird import BigBird, BlockPlan
 from regard.mixers.delta_net import DeltaNet
 from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
@@ -19,6 +20,7 @@ from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
 from regard.mixers.lightning import LightningAttention
 from regard.mixers.linformer import LengthProjection, Linformer
+from regard.mixers.longformer import Longformer
 from regard.mixers.luong import LocalAlignment, LuongAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
@@ -33,6 +35,8 @@ from regard.nn.torch_attention import TorchMultiheadAttention
 
 __all__ = [
     "AdditiveAttention",
+    "BigBird",
+    "BlockPlan",
     "DampedEMA",
     "DeltaNet",
     "EdgeGraphTransformer",
@@ -59,6 +63,7 @@ __all__ = [
     "LinearCrossAttention",
     "Linformer",
     "LocalAlignment",
+    "Longformer",
     "LuongAttention",
     "Mamba",
     "Mamba2",

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 from regard.mixers.base import Record
-from regard.mixers.kernel_linear import LinearAttention
+from regard.mixers.kernel_layer import LinearAttention
 from regard.random_features import PositiveFeatures, PublishedPositiveFeatures, RandomFeatures, ReluFeatures
 
 __all__ = ["Performer", "records"]

@@ -19,6 +19,7 @@ MECHANISMS = (
     "additive",
     "bigbird",
     "delta_net",
+    "disentangled",
     "ema",
     "gated_delta_net",
     "gla",

@@ -6,6 +6,7 @@ Written by `make docs` from the `__all__` of the catalogue's files: edit those, 
 from regard.mixers.additive import AdditiveAttention
 from regard.mixers.bigbird import BigBird, BlockPlan
 from regard.mixers.delta_net import DeltaNet
+from regard.mixers.disentangled import DisentangledAttention, RelativeEmbeddings, log_buckets
 from regard.mixers.ema import DampedEMA, ExponentialMovingAverage
 from regard.mixers.gated_delta_net import GatedDeltaNet
 from regard.mixers.gla import GatedLinearAttention, GLADecay
@@ -39,6 +40,7 @@ __all__ = [
     "BlockPlan",
     "DampedEMA",
     "DeltaNet",
+    "DisentangledAttention",
     "EdgeGraphTransformer",
     "ExponentialMovingAverage",
     "ForgetBounds",
@@ -74,6 +76,7 @@ __all__ = [
     "Projections",
     "RMSNorm",
     "RWKV6",
+    "RelativeEmbeddings",
     "RelativePositionBias",
     "Retention",
     "Scores",
@@ -82,6 +85,7 @@ __all__ = [
     "edge_matrix",
     "from_torch",
     "griffin_attention",
+    "log_buckets",
     "swap",
     "unswap",
     "with_self_loops",

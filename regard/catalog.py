@@ -35,6 +35,7 @@ MECHANISMS = (
     "luong",
     "mamba1",
     "mamba2",
+    "multi_token",
     "performer",
     "retention",
     "rwkv6",

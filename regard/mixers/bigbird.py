@@ -20,6 +20,7 @@ from regard.mixers.attention_parts import hide_unread
 from regard.mixers.base import Record, Traits, check_tokens
 from regard.mixers.costs import attention_macs
 from regard.mixers.parts import Scores, merge_heads, split_heads
+from regard.mixers.unpacked import Unpacked
 from regard.ops.attention import attention, attention_weights
 from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
 
@@ -203,9 +204,12 @@ class BigBird(nn.Module):
                 weights = torch.cat([again, weights[..., block:]], -1)
             return nn.functional.pad(weights[..., :length], (0, tokens - length))
 
-        weights = self._apart(x, arguments, weigh, tokens, back=True)
-        x, _ = self._read(x, **arguments)
+        weights = self._apart(x, arguments, weigh, tokens)
+        x, layout = self._read(x, **arguments)
         v = split_heads(self.v_proj(x), self.heads)
+        apart = Unpacked.of(layout.keep, layout.segments, x.shape[0], tokens)
+        if apart is not None and self.plan.count == "tokens":
+            weights = apart.columns(weights[..., : apart.longest])
         return weights, hide_unread(weights, v)
 
     def label(self) -> str:
@@ -248,13 +252,8 @@ class BigBird(nn.Module):
         arguments: dict[str, Any],
         mix: Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor],
         width: int,
-        *,
-        back: bool = False,
     ) -> Tensor:
-        """`mix` for every sequence of the call, sequences of as many blocks together: (B, H, T, width).
-
-        `back`: the last axis counts tokens too.
-        """
+        """`mix` for every sequence of the call, sequences of as many blocks together: (B, H, T, width)."""
         x, layout = self._read(x, **arguments)
         batch, tokens, _ = x.shape
         q, k, v = (split_heads(proj(x), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -268,33 +267,22 @@ class BigBird(nn.Module):
             return torch.where(layout.keep[:, None, :, None], out, 0.0)
         if is_recording():
             raise ValueError("keep: expected None in a compiled graph: the number of blocks depends on what it holds")
-        row, at, lengths = _sequences(layout, batch, tokens)
-        result = q.new_zeros(batch, self.heads, tokens, width)
-        for blocks in sorted({-(-int(n) // self.plan.block) for n in lengths}):
-            chosen = [n for n, length in enumerate(lengths.tolist()) if -(-length // self.plan.block) == blocks]
-            longest = int(lengths[chosen].max())
-            number = torch.full((len(lengths),), -1).scatter(0, torch.tensor(chosen), torch.arange(len(chosen)))
-            here = (row >= 0) & (number.to(row.device)[row.clamp(min=0)] >= 0)
-            b, t = here.nonzero().unbind(1)
-            to, place = number.to(row.device)[row[b, t]], at[b, t]
-            parts = []
-            for one in (q, k, v):
-                room = one.new_zeros(len(chosen), longest, self.heads, self.head_dim)
-                parts.append(room.index_put((to, place), one.transpose(1, 2)[b, t]).transpose(1, 2))
-            real = torch.arange(longest, device=x.device) < lengths[chosen].to(x.device)[:, None]
-            mixed = self._mixed(parts[0], parts[1], parts[2], None if bool(real.all()) else real, mix)
-            values = mixed.transpose(1, 2)[to, place]  # (tokens, H, width)
-            if back:
-                values = self._moved_back(values, row, at, b, t, tokens)
-            result = result.to(mixed.dtype).transpose(1, 2).index_put((b, t), values.to(mixed.dtype)).transpose(1, 2)
-        return result
-
-    @staticmethod
-    def _moved_back(values: Tensor, row: Tensor, at: Tensor, b: Tensor, t: Tensor, tokens: int) -> Tensor:
-        """Columns of places in a sequence as columns of slots; others get 0."""
-        same = (row[b] == row[b, t][:, None]) & (row[b] >= 0)  # (n, T)
-        index = at[b].clamp(max=tokens - 1)[:, None, :].expand(-1, values.shape[1], -1)
-        return torch.where(same[:, None], values.gather(2, index), 0.0)
+        apart = Unpacked.of(layout.keep, layout.segments, batch, tokens)
+        assert apart is not None
+        parts = [apart.apart(one) for one in (q, k, v)]
+        made: Tensor | None = None
+        blocks = -(-apart.lengths // self.plan.block)
+        for count in blocks.unique().tolist():
+            chosen = (blocks == count).nonzero().flatten()
+            longest = int(apart.lengths[chosen].max())
+            real = apart.keep[chosen, :longest]
+            own = [one[chosen, :, :longest] for one in parts]
+            mixed = self._mixed(own[0], own[1], own[2], None if bool(real.all()) else real, mix)
+            if made is None:
+                made = mixed.new_zeros(len(blocks), self.heads, apart.longest, width)
+            edges = (0, made.shape[3] - mixed.shape[3], 0, apart.longest - longest)
+            made = made.index_copy(0, chosen, nn.functional.pad(mixed, edges))
+        return apart.together(q.new_zeros(0, self.heads, 0, width) if made is None else made)
 
     def _mixed(
         self,
@@ -325,23 +313,6 @@ class BigBird(nn.Module):
         if keep is not None:
             mask = KeyPadding(keep) if mask is None else mask & KeyPadding(keep)
         return mix(q, k, v, mask)
-
-
-def _sequences(layout: TokenLayout, batch: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(number of each token's sequence (B, T), -1 at padding; its place there (B, T); the sequences' lengths (n,))."""
-    assert layout.counts is not None
-    device = layout.counts.device
-    segments = (
-        torch.zeros(batch, tokens, dtype=torch.long, device=device) if layout.segments is None else layout.segments
-    )
-    starts = torch.ones_like(segments, dtype=torch.bool)
-    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    number = starts.flatten().cumsum(0).view(batch, tokens) - 1
-    real = torch.ones_like(starts) if layout.keep is None else layout.keep
-    count = int(number[-1, -1]) + 1 if number.numel() else 0
-    lengths = torch.zeros(count, dtype=torch.long, device=device)
-    lengths = lengths.scatter_add(0, number.flatten(), real.flatten().long())
-    return torch.where(real, number, -1), (layout.counts - 1).clamp(min=0), lengths.cpu()
 
 
 records = (

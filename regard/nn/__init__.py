@@ -25,6 +25,7 @@ from regard.mixers.longformer import Longformer
 from regard.mixers.luong import LocalAlignment, LuongAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
+from regard.mixers.multi_token import MultiTokenAttention, TokenKernels
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.performer import Performer
 from regard.mixers.retention import Retention
@@ -72,6 +73,7 @@ __all__ = [
     "MambaConfig",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
+    "MultiTokenAttention",
     "Performer",
     "Projections",
     "RMSNorm",
@@ -81,6 +83,7 @@ __all__ = [
     "Retention",
     "Scores",
     "SwapReport",
+    "TokenKernels",
     "TorchMultiheadAttention",
     "edge_matrix",
     "from_torch",

@@ -26,6 +26,7 @@ from regard.mixers.base import Record, Traits, check_tokens
 from regard.mixers.costs import attention_macs
 from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
+from regard.ops.relative import relative_scores
 from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
 
 __all__ = ["DisentangledAttention", "RelativeEmbeddings", "log_buckets", "records"]
@@ -219,19 +220,18 @@ class DisentangledAttention(nn.Module):
         if not self.terms:
             return None
         table = self.relative().to(q.dtype)
-        tokens = q.shape[2]
-        index = self.relative.index(tokens, tokens, q.device).expand(*q.shape[:2], -1, -1)
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        index = self.relative.index(q.shape[2], q.shape[2], q.device)
         found: Tensor | None = None
-        for term, proj, asks in zip(
-            TERMS, ((self.place_k_proj, self.k_proj), (self.place_q_proj, self.q_proj)), (q, k), strict=True
+        for term, own, shared in zip(
+            TERMS, (self.place_k_proj, self.place_q_proj), (self.k_proj, self.q_proj), strict=True
         ):
             if term not in self.terms:
                 continue
-            own, shared = proj
-            places = split_heads((shared if own is None else own)(table)[None], self.heads)  # (1, H, 2 span, D)
-            products = (asks * scale).to(wide) @ places.to(wide).mT  # (B, H, T, 2 span)
-            part = products.gather(3, index) if asks is q else products.gather(3, index.mT).mT
+            places = split_heads((shared if own is None else own)(table)[None], self.heads)[0]  # (H, 2 span, D)
+            if term == TERMS[0]:
+                part = relative_scores(q * scale, places, index)
+            else:
+                part = relative_scores(k * scale, places, index.T).mT
             found = part if found is None else found + part
         return found
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from golden_adapters import (
     alignment,
     composed,
+    compositions,
     delta_layers,
     disentangled,
     graph,
@@ -53,6 +54,7 @@ ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     **dict.fromkeys(("longformer", "bigbird"), sparse.paths),
     **dict.fromkeys(("deberta", "deberta_v2"), disentangled.paths),
     "multi_token_attention": multi_token.paths,
+    **dict.fromkeys(compositions.WAYS, compositions.paths),
     **dict.fromkeys(("bahdanau", "keras_additive", "luong_attention"), alignment.paths),
     **kernel_linear.ADAPTERS,
     **latent.ADAPTERS,

@@ -16,6 +16,7 @@ __all__ = ["MECHANISMS", "RECORDS", "Record", "Traits", "find"]
 # The files of regard/mixers/ that define mechanisms, in the order of the tables.
 MECHANISMS = (
     "softmax",
+    "softmax_relatives",
     "additive",
     "bigbird",
     "delta_net",

@@ -31,6 +31,7 @@ from regard.mixers.performer import Performer
 from regard.mixers.retention import Retention
 from regard.mixers.rwkv6 import RWKV6
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
+from regard.mixers.softmax_relatives import DifferentialAttention, ForgettingAttention, StickBreakingAttention
 from regard.nn.convert import from_torch
 from regard.nn.swapping import SwapReport, swap, unswap
 from regard.nn.torch_attention import TorchMultiheadAttention
@@ -41,10 +42,12 @@ __all__ = [
     "BlockPlan",
     "DampedEMA",
     "DeltaNet",
+    "DifferentialAttention",
     "DisentangledAttention",
     "EdgeGraphTransformer",
     "ExponentialMovingAverage",
     "ForgetBounds",
+    "ForgettingAttention",
     "GLADecay",
     "GatedDeltaNet",
     "GatedLinearAttention",
@@ -82,6 +85,7 @@ __all__ = [
     "RelativePositionBias",
     "Retention",
     "Scores",
+    "StickBreakingAttention",
     "SwapReport",
     "TokenKernels",
     "TorchMultiheadAttention",

@@ -30,6 +30,7 @@ from regard.position_scaling import (
 )
 
 __all__ = [
+    "image_positions",
     "Rotary",
     "LinearScaling",
     "NTKScaling",
@@ -270,6 +271,30 @@ def sinusoidal(
     if style == "half":
         return torch.cat((angle.sin(), angle.cos()), dim=-1).to(dtype)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)
+
+
+def image_positions(
+    real: Tensor, features: int, *, base: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Sines and cosines of both places of a pixel, rows first: (B, height, width, 2 features), as DETR's.
+
+    A place is the number of real pixels up to the pixel along its axis, as a share of all of the line's, times 2 pi;
+    `real` is bool (B, height, width), True where there is image. Each axis has `features` numbers, sin and cos in turn.
+    Raises TypeError and ValueError for other tensors and odd numbers. Source: Carion et al. 2020, arXiv:2005.12872.
+
+    >>> image_positions(torch.ones(1, 2, 3, dtype=torch.bool), 4).shape
+    torch.Size([1, 2, 3, 8])
+    """
+    if not isinstance(real, Tensor) or real.dtype != torch.bool or real.ndim != 3:
+        got = f"{real.dtype} {tuple(real.shape)}" if isinstance(real, Tensor) else type(real).__name__
+        raise TypeError(f"real: expected a bool tensor (B, height, width), got {got}")
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    parts = []
+    for axis in (1, 2):
+        count = real.to(exact).cumsum(axis)
+        whole_line = count.narrow(axis, real.shape[axis] - 1, 1) if real.shape[axis] else count
+        parts.append(sinusoidal(count / (whole_line + 1e-6) * (2 * math.pi), features, base=base, style="interleaved"))
+    return torch.cat(parts, -1).to(dtype)
 
 
 class LearnedPositions(nn.Module):

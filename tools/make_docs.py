@@ -95,7 +95,12 @@ __all__ = [{names}]
 '''
 PARTS = ("GatedRMSNorm", "MambaConfig", "Projections", "RMSNorm", "RelativePositionBias", "Scores")
 INNER = ("records", "GraphLayer", "Nodes")  # not for users
-BESIDE = ("graph_attention", "graph_layer", "graph_transformer")  # layers whose calls are not those of the catalogue
+BESIDE = (
+    "graph_attention",
+    "graph_layer",
+    "graph_transformer",
+    "image_windows",
+)  # layers whose calls are not those of the catalogue
 SHARED = (*PARTS, "SwapReport", "TorchMultiheadAttention", "from_torch", "swap", "unswap")
 
 

@@ -16,6 +16,7 @@ from regard.mixers.graph_transformer import EdgeGraphTransformer, GraphTransform
 from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.gsa import GatedSlotAttention
 from regard.mixers.hgrn import HGRN, ForgetBounds
+from regard.mixers.image_windows import GridAttention, LogPlaces, PlaceTable, ShiftedWindowAttention
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
 from regard.mixers.latent import LatentProjections, LatentSizes, MultiHeadLatentAttention
@@ -57,6 +58,7 @@ __all__ = [
     "GraphAttentionV2",
     "GraphOptions",
     "GraphTransformer",
+    "GridAttention",
     "GriffinRecurrent",
     "HGRN",
     "KDAGates",
@@ -69,6 +71,7 @@ __all__ = [
     "LinearCrossAttention",
     "Linformer",
     "LocalAlignment",
+    "LogPlaces",
     "Longformer",
     "LuongAttention",
     "Mamba",
@@ -78,6 +81,7 @@ __all__ = [
     "MultiHeadLatentAttention",
     "MultiTokenAttention",
     "Performer",
+    "PlaceTable",
     "Projections",
     "RMSNorm",
     "RWKV6",
@@ -85,6 +89,7 @@ __all__ = [
     "RelativePositionBias",
     "Retention",
     "Scores",
+    "ShiftedWindowAttention",
     "StickBreakingAttention",
     "SwapReport",
     "TokenKernels",

@@ -38,6 +38,7 @@ MECHANISMS = (
     "mamba2",
     "multi_token",
     "performer",
+    "reformer",
     "retention",
     "rwkv6",
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.checks import positive, whole
-from regard.coordinates import plain_tensors
+from regard.coordinates import has_values, plain_tensors
 from regard.feature_maps import FeatureMap
 
 __all__ = [
@@ -90,7 +90,7 @@ class RandomFeatures(FeatureMap):
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
-        if self.projection.device.type != "meta":
+        if has_values(self.projection):
             self.projection.copy_(orthogonal_rows(self.features, self.dim, seed=seed, lengths=self.lengths))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:

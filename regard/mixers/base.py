@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from regard.checks import describe, is_dense, is_number_type
 
-__all__ = ["Record", "Traits", "check_dtype", "check_tokens", "floating", "is_plain"]
+__all__ = ["Record", "Traits", "check_dtype", "check_tokens", "floating", "is_plain", "no_context"]
 
 LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
@@ -121,6 +121,12 @@ def check_dtype(layer: nn.Module, name: str, x: Tensor) -> None:
     if own and x.dtype not in own:
         kinds = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own))
         raise TypeError(f"{name}: expected {kinds}, as the layer's weights are, got {describe(x)}")
+
+
+def no_context(layer: nn.Module, context: object) -> None:
+    """Raise ValueError where a layer of one sequence is given a context."""
+    if context is not None:
+        raise ValueError(f"context: {type(layer).__name__} mixes one sequence and takes no context")
 
 
 def floating(*modules: nn.Module) -> Tensor:

@@ -17,7 +17,7 @@ from regard.checks import describe, is_part, whole
 from regard.coordinates import is_recording
 from regard.masks import BlockColumns, Global, KeyLengths, KeyPadding, Mask
 from regard.mixers.attention_parts import hide_unread
-from regard.mixers.base import Record, Traits, check_tokens
+from regard.mixers.base import Record, Traits, check_tokens, no_context
 from regard.mixers.costs import attention_macs
 from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.mixers.unpacked import Unpacked
@@ -171,6 +171,7 @@ class BigBird(nn.Module):
     def forward(
         self,
         x: Tensor,
+        context: None = None,
         *,
         mask: None = None,
         keep: Tensor | None = None,
@@ -178,6 +179,7 @@ class BigBird(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim)."""
+        no_context(self, context)
         mixed = self.mixed(x, mask=mask, keep=keep, positions=positions, segments=segments)
         y: Tensor = self.o_proj(merge_heads(mixed))
         return y

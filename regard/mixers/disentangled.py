@@ -22,7 +22,7 @@ from regard.caches import KVView
 from regard.checks import is_part, norm_eps, whole
 from regard.masks import Mask
 from regard.mixers.attention_parts import hide_unread, read_mask
-from regard.mixers.base import Record, Traits, check_tokens
+from regard.mixers.base import Record, Traits, check_tokens, no_context
 from regard.mixers.costs import attention_macs
 from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
@@ -153,6 +153,7 @@ class DisentangledAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        context: None = None,
         *,
         mask: Mask | Tensor | None = None,
         keep: Tensor | None = None,
@@ -160,6 +161,7 @@ class DisentangledAttention(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim)."""
+        no_context(self, context)
         y: Tensor = self.o_proj(
             merge_heads(self.mixed(x, mask=mask, keep=keep, positions=positions, segments=segments))
         )

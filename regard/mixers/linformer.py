@@ -103,12 +103,12 @@ class Linformer(nn.Module):
         is_part("projection", projection, LengthProjection)
         if projection.keys.shape[0] not in (1, self.kv_heads):
             raise ValueError(f"projection: expected one for {self.kv_heads} heads, got {projection.keys.shape[0]}")
+        self.projection = projection
         self.head_dim, self.crosses = dim // heads, context_dim is not None
         self.context_dim = dim if context_dim is None else whole("context_dim", context_dim, 1)
         width = self.kv_heads * self.head_dim
         self.q_proj, self.k_proj = nn.Linear(dim, dim, bias=False), nn.Linear(self.context_dim, width, bias=False)
         self.v_proj, self.o_proj = nn.Linear(self.context_dim, width, bias=False), nn.Linear(dim, dim, bias=bias)
-        self.projection = projection
 
     @property
     def traits(self) -> Traits:

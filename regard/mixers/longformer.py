@@ -19,7 +19,7 @@ from regard.checks import describe, is_part, whole
 from regard.coordinates import can_read
 from regard.masks import Band, Global, KeyPadding, Mask, Segments
 from regard.mixers.attention_parts import hide_unread, read_mask
-from regard.mixers.base import Record, Traits, check_tokens
+from regard.mixers.base import Record, Traits, check_tokens, no_context
 from regard.mixers.costs import attention_macs
 from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
@@ -84,6 +84,7 @@ class Longformer(nn.Module):
     def forward(
         self,
         x: Tensor,
+        context: None = None,
         *,
         global_tokens: Tensor | None = None,
         mask: Mask | Tensor | None = None,
@@ -92,6 +93,7 @@ class Longformer(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim); `global_tokens` is bool (B, T), True where a token is global."""
+        no_context(self, context)
         given: dict[str, Any] = {"mask": mask, "keep": keep, "positions": positions, "segments": segments}
         y: Tensor = self.o_proj(merge_heads(self.mixed(x, global_tokens=global_tokens, **given)))
         return y

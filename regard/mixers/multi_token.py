@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.caches import KVCache, KVView
 from regard.checks import describe, is_part, whole
+from regard.coordinates import has_values
 from regard.masks import Mask
-from regard.mixers.base import Record, Traits, check_tokens, floating
+from regard.mixers.base import Record, Traits, check_tokens, floating, no_context
 from regard.mixers.costs import attention_macs, causal_pairs
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.unpacked import Unpacked
@@ -154,6 +155,7 @@ class MultiTokenAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        context: None = None,
         *,
         mask: None = None,
         keep: Tensor | None = None,
@@ -162,6 +164,7 @@ class MultiTokenAttention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """The mixed tokens (B, T, dim)."""
+        no_context(self, context)
         given: dict[str, Any] = {"mask": mask, "keep": keep, "positions": positions, "segments": segments}
         view, tokens = self._read(x, cache=cache, **given)
         y: Tensor = self.o_proj(merge_heads(self._finish(self._mix(view, tokens))))
@@ -246,7 +249,9 @@ class MultiTokenAttention(nn.Module):
         apart = Unpacked.of(view.keep, view.segments, batch, seen)
         both, v, first = view.k, view.v, seen - tokens
         if apart is not None:
-            if first:
+            if not has_values(apart.real):
+                first = 0
+            elif first:
                 new = (torch.arange(seen, device=v.device) >= first) & apart.real
                 first = int(torch.where(new, apart.at, apart.longest).min()) if new.numel() else 0
             both, v = apart.apart(both), apart.apart(v)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.caches import StateCache
 from regard.checks import describe, whole
 from regard.masks import Causal, Mask
-from regard.mixers.base import Traits, check_tokens, floating
+from regard.mixers.base import Traits, check_tokens, floating, no_context
 from regard.mixers.costs import state_step_macs, states_macs
 from regard.mixers.sequence import TokenSequence, compute_dtype, last_segment, sequence_of
 from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
@@ -144,8 +144,7 @@ class RecurrentLayer(nn.Module):
         cache: StateCache | None = None,
     ) -> tuple[TokenSequence, TokenLayout]:
         check_tokens(self, "x", x, self.dim)
-        if context is not None:
-            raise ValueError(f"context: {type(self).__name__} mixes one sequence and takes no context")
+        no_context(self, context)
         if self.bidirectional and (mask is not None or cache is not None):
             name, one = ("cache", describe(cache)) if mask is None else ("mask", describe(mask))
             raise ValueError(f"{name}: expected None in a layer that reads later tokens, got {one}")

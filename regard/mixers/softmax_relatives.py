@@ -28,6 +28,7 @@ from regard.mixers.costs import attention_macs, causal_pairs, keys_read, window_
 from regard.mixers.multi_head import MultiHeadAttention
 from regard.mixers.parts import Projections, Scores, linear_with_start
 from regard.ops.attention import attention, attention_weights
+from regard.ops.scan import scan
 from regard.ops.stick_breaking import stick_breaking, stick_breaking_weights
 from regard.positions import Rotary
 
@@ -198,17 +199,23 @@ class ForgettingAttention(MultiHeadAttention):
         return super()._mix(q, *self._faded(view, options))
 
     def _faded(self, view: KVView, options: dict[str, Any]) -> tuple[KVView, dict[str, Any]]:
-        """The keys without the gates, and the bias of every key that these are: the sum of what came after it.
+        """The keys without the gates, and the bias of every key: minus its own and earlier gates' logarithms.
 
-        Softmax does not see what a row's scores have in common, so up to the last token is as good as up to the query.
+        Softmax does not see what a row's scores have in common, so the sum up to the query is left out; a sum from the
+        end would do as well, but round by what comes later.
         """
         k, gates = view.k.split([self.head_dim, self.heads // self.kv_heads], -1)
         wide = torch.float64 if gates.dtype == torch.float64 else torch.float32
         faded = F.logsigmoid(gates.to(wide))
         if view.keep is not None:
             faded = torch.where(view.keep[:, None, :, None], faded, 0.0)
-        later = faded.flip(2).cumsum(2).flip(2) - faded  # (B, Hkv, Tk, G)
-        bias = Dense(later.transpose(2, 3).flatten(1, 2).unsqueeze(2))
+        if view.segments is None:
+            earlier = faded.cumsum(2, dtype=torch.float64).to(wide)  # (B, Hkv, Tk, G)
+        else:  # a running sum of each segment alone, so that not even a rounding crosses
+            flat = faded.transpose(1, 2).flatten(2)
+            sums = scan(torch.zeros_like(flat), flat, segments=view.segments)[0]
+            earlier = sums.unflatten(2, (self.kv_heads, -1)).transpose(1, 2)
+        bias = Dense(-earlier.transpose(2, 3).flatten(1, 2).unsqueeze(2))
         return dataclasses.replace(view, k=k), {**options, "bias": bias}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.coordinates import is_recording
+from regard.coordinates import has_values
 
 __all__ = ["Unpacked"]
 
@@ -50,7 +50,7 @@ class Unpacked:
         if segments is None:
             row = torch.arange(batch, device=device)[:, None].expand(-1, tokens)
             return cls(row, count.clamp(min=0), real, real.sum(1), tokens)
-        if is_recording():
+        if torch.compiler.is_compiling():
             raise ValueError(
                 "segments: expected None in a compiled graph: how many there are depends on what they hold"
             )
@@ -59,10 +59,11 @@ class Unpacked:
         row = starts.flatten().cumsum(0).view(batch, tokens) - 1
         before = torch.where(starts, count - real.long() + 1, 0)  # real tokens of the row before the segment
         offset = before.cummax(1).values
-        sequences = int(row[-1, -1]) + 1 if row.numel() else 0
+        known = has_values(segments)  # without values there is room for as many as there could be
+        sequences = batch * tokens if not known else int(row[-1, -1]) + 1 if row.numel() else 0
         lengths = torch.zeros(sequences, dtype=torch.long, device=device)
         lengths = lengths.scatter_add(0, row.flatten(), real.flatten().long())
-        longest = int(lengths.max()) if sequences else 0
+        longest = tokens if not known else int(lengths.max()) if sequences else 0
         return cls(row, (count - offset).clamp(min=0), real, lengths, longest)
 
     @property

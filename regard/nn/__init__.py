@@ -29,6 +29,7 @@ from regard.mixers.mamba2 import Mamba2
 from regard.mixers.multi_token import MultiTokenAttention, TokenKernels
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.performer import Performer
+from regard.mixers.reformer import HashedAttention
 from regard.mixers.retention import Retention
 from regard.mixers.rwkv6 import RWKV6
 from regard.mixers.softmax import MultiHeadAttention, griffin_attention
@@ -61,6 +62,7 @@ __all__ = [
     "GridAttention",
     "GriffinRecurrent",
     "HGRN",
+    "HashedAttention",
     "KDAGates",
     "KimiDeltaAttention",
     "LatentProjections",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from regard.ops.attention import attention, attention_weights, explain
     from regard.ops.convolutions import short_conv
     from regard.ops.edges import edge_attention, edge_softmax, edge_sum
+    from regard.ops.long_conv import long_conv
     from regard.ops.recurrence import recurrence
     from regard.ops.scan import scan, selective_scan
     from regard.transitions import Decay, Delta
@@ -35,6 +36,7 @@ __all__ = [
     "errors",
     "explain",
     "load",
+    "long_conv",
     "masks",
     "mixing_matrix",
     "models",
@@ -58,6 +60,7 @@ _HOME = {
     "edge_sum": "regard.ops.edges",
     "explain": "regard.ops.attention",
     "load": "regard.models",
+    "long_conv": "regard.ops.long_conv",
     "mixing_matrix": "regard.analysis.mixing",
     "recurrence": "regard.ops.recurrence",
     "scan": "regard.ops.scan",

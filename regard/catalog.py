@@ -27,6 +27,7 @@ MECHANISMS = (
     "griffin",
     "gsa",
     "hgrn",
+    "hyena",
     "kda",
     "kernel_linear",
     "latent",

@@ -16,6 +16,7 @@ from regard.mixers.graph_transformer import EdgeGraphTransformer, GraphTransform
 from regard.mixers.griffin import GriffinRecurrent
 from regard.mixers.gsa import GatedSlotAttention
 from regard.mixers.hgrn import HGRN, ForgetBounds
+from regard.mixers.hyena import Hyena, HyenaFilter
 from regard.mixers.image_windows import GridAttention, LogPlaces, PlaceTable, ShiftedWindowAttention
 from regard.mixers.kda import KDAGates, KimiDeltaAttention
 from regard.mixers.kernel_linear import LinearAttention, LinearCrossAttention
@@ -63,6 +64,8 @@ __all__ = [
     "GriffinRecurrent",
     "HGRN",
     "HashedAttention",
+    "Hyena",
+    "HyenaFilter",
     "KDAGates",
     "KimiDeltaAttention",
     "LatentProjections",

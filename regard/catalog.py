@@ -37,6 +37,7 @@ MECHANISMS = (
     "luong",
     "mamba1",
     "mamba2",
+    "mega",
     "multi_token",
     "performer",
     "reformer",

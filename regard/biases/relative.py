@@ -108,7 +108,7 @@ class RelativeTable(_Table):
     def __post_init__(self) -> None:
         _is_table(self.table, "(offsets, H)")
         object.__setattr__(self, "size", tuple(whole("size", n, 1) for n in self.size))
-        offsets = math.prod(2 * n - 1 for n in self.size)
+        offsets = math.prod([2 * n - 1 for n in self.size])  # a list: torch.compile follows no generator here
         if self.table.shape[0] != offsets:
             raise ValueError(f"table: a grid of {self.size} has {offsets} offsets, got {self.table.shape[0]} rows")
 

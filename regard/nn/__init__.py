@@ -27,6 +27,7 @@ from regard.mixers.longformer import Longformer
 from regard.mixers.luong import LocalAlignment, LuongAttention
 from regard.mixers.mamba1 import Mamba
 from regard.mixers.mamba2 import Mamba2
+from regard.mixers.mega import MegaAttention, MegaPlaces, MegaSizes
 from regard.mixers.multi_token import MultiTokenAttention, TokenKernels
 from regard.mixers.parts import GatedRMSNorm, MambaConfig, Projections, RelativePositionBias, RMSNorm, Scores
 from regard.mixers.performer import Performer
@@ -82,6 +83,9 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "MambaConfig",
+    "MegaAttention",
+    "MegaPlaces",
+    "MegaSizes",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "MultiTokenAttention",

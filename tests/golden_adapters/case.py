@@ -38,6 +38,7 @@ class Peer(dict[str, Tensor]):
         super().__init__(tensors)
         self.read: set[str] = set()
         self.given: set[str] = set()
+        self.rows: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         self.read.add(name)
@@ -49,6 +50,10 @@ class Peer(dict[str, Tensor]):
     def without_effect(self, *names: str) -> None:
         """Say that these tensors, if present, do not change the result."""
         self.read.update(names)
+
+    def only_rows(self, name: str, rows: Tensor) -> None:
+        """Say which rows (B, T) of an output to compare, where the case does not: the others belong to padding."""
+        self.rows[name] = rows
 
     def outside(self, *names: str) -> None:
         """Say that these outputs are of other parts than attention, or only repeat what goes in."""
@@ -145,18 +150,19 @@ class Run:
                 tensor.requires_grad_(tensor.is_floating_point())
         return Peer(wanted)
 
-    def compare(self, found: dict[str, Tensor], wanted: frozenset[str]) -> None:
-        """Every output that the case stores."""
+    def compare(self, found: dict[str, Tensor], wanted: frozenset[str], rows: dict[str, Tensor] | None = None) -> None:
+        """Every output that the case stores; `rows` are those to compare, by output, beside what the case says."""
         missing = sorted(wanted - set(found))
         self.case.refuse_unless(not missing, f"the outputs {missing}")
         for name in sorted(wanted):
-            self.compare_one(f"{self.outputs}.{name}", found[name].detach(), AXIS_OF_ROWS.get(name))
+            only = (rows or {}).get(name, self.case.real_rows)
+            self.compare_one(f"{self.outputs}.{name}", found[name].detach(), AXIS_OF_ROWS.get(name), only)
 
-    def compare_one(self, name: str, ours: Tensor, axis: int | None = None) -> None:
+    def compare_one(self, name: str, ours: Tensor, axis: int | None = None, rows: Tensor | None = None) -> None:
         theirs, where = self.case.tensors[name], f"{self.case.id} {name} ({self.dtype or 'as stored'})"
         assert ours.shape == theirs.shape, f"{where}: shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
         ours, theirs = ours.double(), theirs.double()
-        if axis is not None and (rows := self.case.real_rows) is not None:
+        if axis is not None and rows is not None:
             axis %= ours.ndim
             assert ours.shape[axis] == rows.shape[1], f"{where}: its rows are not those of {tuple(rows.shape)}"
             ours, theirs = (x.movedim(axis, 1)[rows] for x in (ours, theirs))

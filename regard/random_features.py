@@ -193,13 +193,19 @@ class PublishedPositiveFeatures(RandomFeatures):
 def redraw_features(model: nn.Module, seed: int) -> int:
     """Draw the random features of every layer of a model anew, each from a seed of its own; how many there were."""
     maps = [module for module in model.modules() if isinstance(module, RandomFeatures)]
-    for n, one in enumerate(maps):
-        one.redraw(seed + n)
+    with plain_tensors():
+        generator = torch.Generator().manual_seed(whole("seed", seed, None))
+        seeds = torch.randint(2**62, (len(maps),), generator=generator).tolist()
+    for one, own in zip(maps, seeds, strict=True):
+        one.redraw(own)
     return len(maps)
 
 
 class RedrawSchedule:
     """Draws a model's random features anew every `every` training steps; call `step` after each.
+
+    The features that are drawn follow from `seed` and the step; `state_dict` keeps the number of steps for a training
+    that is taken up again. A cache filled before a step cannot be read after it: its sums are of the features before.
 
     >>> from regard.nn import Performer
     >>> layer = Performer(16, 2)
@@ -218,3 +224,11 @@ class RedrawSchedule:
         if drawn:
             redraw_features(self.model, self.seed + self.steps)
         return drawn
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps counted."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from the steps of a `state_dict`."""
+        self.steps = whole("steps", state["steps"], 0)

@@ -59,6 +59,11 @@ class Performer(LinearAttention):
         made = partial(KERNELS[kernel], features=features, seed=seed)
         super().__init__(dim, heads, feature_map=made, eps=1e-20, bidirectional=bidirectional)
 
+    def redraw(self, seed: int) -> None:
+        """Draws other features, of the same kernel; a cache filled before cannot be read after."""
+        assert isinstance(self.feature_map, RandomFeatures)
+        self.feature_map.redraw(seed)
+
 
 records = (
     Record(

@@ -63,7 +63,6 @@ class Performer(LinearAttention):
     """
 
     conv_states = ("top",)  # no memory to be priced
-    decays = True
 
     def __init__(
         self,
@@ -79,6 +78,7 @@ class Performer(LinearAttention):
             raise ValueError(f"kernel: expected {', '.join(map(repr, KERNELS))}, got {kernel!r}")
         made = partial(KERNELS[kernel], features=features, seed=seed)
         super().__init__(dim, heads, feature_map=made, eps=1e-30, bidirectional=bidirectional)
+        self.decays = self.rescales and not bidirectional
 
     @property
     def rescales(self) -> bool:
@@ -101,7 +101,8 @@ class Performer(LinearAttention):
         own = exponents.detach().amax(-1)
         own = own if seq.real is None else torch.where(seq.real[:, None], own, -torch.inf)
         top, decay = self._tops(own, seq, before)
-        k = exponents.sub_(top[..., None])
+        # in place where nothing but the tokens themselves made `top`, so that vmap over states works
+        k = exponents.sub_(top[..., None]) if before is None else exponents - top[..., None]
         k = k if seq.real is None else k.clamp(max=0)  # padding, whose values are 0, may stand above every real token
         k = k.exp_()
         last = top[..., -1] if top.shape[2] else states.get("top", top.new_zeros(top.shape[:2]))

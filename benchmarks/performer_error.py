@@ -1,6 +1,6 @@
-"""How far the Performer's estimate is from softmax attention, by the number of features: a table for the docs.
+"""How far the Performer's estimate is from softmax attention, by the number of features: a table and a picture.
 
-    python benchmarks/performer_error.py
+    python benchmarks/performer_error.py [docs/mechanisms/performer_error.svg]
 
 Queries, keys and values from N(0, 1), 256 tokens, one head; the error is |estimate - exact| over |exact| (norms of all
 outputs), the median over 20 projections.
@@ -8,9 +8,13 @@ outputs), the median over 20 projections.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 
 import regard
+from regard.analysis.plot import lines
 from regard.mixers.kernel_sums import divided, read, with_ones, written
 from regard.random_features import PositiveFeatures, orthogonal_rows
 
@@ -34,16 +38,36 @@ def error(dim: int, scale: float, features: int, orthogonal: bool) -> float:
     return sorted(found)[DRAWS // 2]
 
 
-def table() -> str:
+def errors() -> dict[tuple[int, float, str], list[float]]:
+    """(head size, scale of q and k, rows) -> the errors by the number of features."""
+    return {
+        (dim, scale, kind): [error(dim, scale, m, kind == "orthogonal") for m in FEATURES]
+        for dim, scale in ((16, 1.0), (64, 1.0), (64, 0.5), (64, 0.25))
+        for kind in ("orthogonal", "independent")
+    }
+
+
+def table(found: dict[tuple[int, float, str], list[float]]) -> str:
     head = "| head size, entries of q and k | rows | " + " | ".join(f"M = {m}" for m in FEATURES) + " |"
-    lines = [head, "|---|---|" + "--:|" * len(FEATURES)]
-    for dim, scale in ((16, 1.0), (64, 1.0), (64, 0.5)):
-        for orthogonal in (True, False):
-            errors = [f"{error(dim, scale, m, orthogonal):.3f}" for m in FEATURES]
-            kind = "orthogonal" if orthogonal else "independent"
-            lines.append(f"| {dim}, N(0, {scale:g}²) | {kind} | {' | '.join(errors)} |")
-    return "\n".join(lines)
+    rows = [head, "|---|---|" + "--:|" * len(FEATURES)]
+    for (dim, scale, kind), row in found.items():
+        rows.append(f"| {dim}, N(0, {scale:g}²) | {kind} | {' | '.join(f'{one:.3f}' for one in row)} |")
+    return "\n".join(rows)
+
+
+def picture(found: dict[tuple[int, float, str], list[float]]) -> str:
+    """The errors of orthogonal rows, beside a line that falls as 1 / sqrt(M)."""
+    curves = {
+        f"D = {dim}, N(0, {scale:g}²)": list(zip(FEATURES, row, strict=True))
+        for (dim, scale, kind), row in found.items()
+        if kind == "orthogonal"
+    }
+    curves["1 / sqrt(M)"] = [(m, m**-0.5) for m in FEATURES]
+    return lines(curves, "features M (orthogonal rows)", "relative error")
 
 
 if __name__ == "__main__":
-    print(table())
+    measured = errors()
+    print(table(measured))
+    for path in sys.argv[1:2]:
+        Path(path).write_text(picture(measured), encoding="utf-8")

@@ -106,6 +106,8 @@ class PositiveFeatures(RandomFeatures):
     ``c_m = (|w_m|^2 - dim) / 2`` and ``top`` the largest exponent of the query: the c_m cancel in every product, and a
     factor of the query in the division by the sum of weights. So no exponent runs away (a key's is ``-|z - w_m|^2 / 2``
     plus a constant), and no token's features depend on another token, as those of the published stabiliser do.
+    Far keys (``|z|^2`` of 100 and more) may have no feature above 0 in float32: `regard.nn.Performer` measures keys by
+    each other.
 
     >>> phi = PositiveFeatures(1, 8, features=4096)
     >>> q, k = torch.randn(2, 1, 1, 3, 8) * 0.5
@@ -117,15 +119,23 @@ class PositiveFeatures(RandomFeatures):
 
     def queries(self, q: Tensor) -> Tensor:
         exponents = self._exponents(q, 1)
-        return torch.exp(exponents - exponents.detach().amax(-1, keepdim=True))
+        return exponents.sub_(exponents.detach().amax(-1, keepdim=True)).exp_()
 
     def keys(self, k: Tensor) -> Tensor:
-        return torch.exp(self._exponents(k, -1))
+        return self.key_exponents(k).exp_()
+
+    def key_exponents(self, k: Tensor) -> Tensor:
+        """The logarithms of `keys`, a new tensor, for who subtracts a constant of all keys before `exp`."""
+        return self._exponents(k, -1)
 
     def _exponents(self, x: Tensor, sign: int) -> Tensor:
-        u, z = self._projected(x)
-        shift = (self.projection.to(x.dtype).square().sum(-1) - min(self.dim, 160)) / 2  # e^80 is far within float32
-        return u - z.square().sum(-1, keepdim=True) / 2 + sign * shift
+        """``W z - |z|^2 / 2 +- c`` as one product, which passes over (.., T, M) once."""
+        rows = self.projection.to(x.dtype)
+        shift = (rows.square().sum(-1, keepdim=True) - min(self.dim, 160)) / 2  # e^80 is far within float32
+        z = x * self.dim**-0.25
+        half = z.square().sum(-1, keepdim=True) / -2
+        weights = torch.cat((rows, sign * shift, torch.ones_like(shift)), -1)
+        return torch.cat((z, torch.ones_like(half), half), -1) @ weights.T
 
 
 class ReluFeatures(RandomFeatures):
@@ -193,13 +203,19 @@ class PublishedPositiveFeatures(RandomFeatures):
 def redraw_features(model: nn.Module, seed: int) -> int:
     """Draw the random features of every layer of a model anew, each from a seed of its own; how many there were."""
     maps = [module for module in model.modules() if isinstance(module, RandomFeatures)]
-    for n, one in enumerate(maps):
-        one.redraw(seed + n)
+    with plain_tensors():
+        generator = torch.Generator().manual_seed(whole("seed", seed, None))
+        seeds = torch.randint(2**62, (len(maps),), generator=generator).tolist()
+    for one, own in zip(maps, seeds, strict=True):
+        one.redraw(own)
     return len(maps)
 
 
 class RedrawSchedule:
     """Draws a model's random features anew every `every` training steps; call `step` after each.
+
+    The features that are drawn follow from `seed` and the step; `state_dict` keeps the number of steps for a training
+    that is taken up again. A cache filled before a step cannot be read after it: its sums are of the features before.
 
     >>> from regard.nn import Performer
     >>> layer = Performer(16, 2)
@@ -218,3 +234,11 @@ class RedrawSchedule:
         if drawn:
             redraw_features(self.model, self.seed + self.steps)
         return drawn
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps counted."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from the steps of a `state_dict`."""
+        self.steps = whole("steps", state["steps"], 0)

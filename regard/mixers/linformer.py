@@ -71,12 +71,15 @@ class Linformer(nn.Module):
         heads: query heads H.
         projection: a `LengthProjection`; it bounds the tokens that are compressed.
         kv_heads: key and value heads, a divisor of `heads`; `heads` by default.
+        head_dim: channels D of a head; ``dim // heads`` by default.
         context_dim: width of a context that keys and values come from; None reads the tokens themselves.
         bias: a bias of the output projection.
 
     Parameters: ``q_proj k_proj v_proj o_proj projection.*``. Padding is taken out before tokens are mixed: no mask can
     take it out afterwards; a token's place is the number of real tokens before it in its segment, so padding moves
-    nothing. Shorter sequences use the first columns of E and F. Packed segments are compressed each by itself.
+    nothing. Shorter sequences use the first columns of E and F. The softmax is over all k compressed keys, however few
+    tokens there are: one that nothing was written to scores 0 and keeps its share of the weight, and its value is 0.
+    Packed segments are compressed each by itself.
     Raises ValueError for more tokens than the projection takes, for masks (a compressed key is no token), and for sizes
     that do not fit. Cost 2 T k H (2 D) + 4 T k Hkv D FLOPs beside the projections.
 
@@ -92,23 +95,27 @@ class Linformer(nn.Module):
         projection: LengthProjection,
         *,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
         context_dim: int | None = None,
         bias: bool = False,
     ) -> None:
         super().__init__()
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
         self.kv_heads = self.heads if kv_heads is None else whole("kv_heads", kv_heads, 1)
-        if dim % heads or self.heads % self.kv_heads:
-            raise ValueError(f"heads: expected a divisor of dim={dim} and a multiple of kv_heads, got {heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads: expected a multiple of kv_heads={self.kv_heads}, got {heads}")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"heads: expected a divisor of dim={dim} where head_dim is not given, got {heads}")
         is_part("projection", projection, LengthProjection)
         if projection.keys.shape[0] not in (1, self.kv_heads):
             raise ValueError(f"projection: expected one for {self.kv_heads} heads, got {projection.keys.shape[0]}")
         self.projection = projection
-        self.head_dim, self.crosses = dim // heads, context_dim is not None
+        self.head_dim = dim // heads if head_dim is None else whole("head_dim", head_dim, 1)
+        self.crosses = context_dim is not None
         self.context_dim = dim if context_dim is None else whole("context_dim", context_dim, 1)
-        width = self.kv_heads * self.head_dim
-        self.q_proj, self.k_proj = nn.Linear(dim, dim, bias=False), nn.Linear(self.context_dim, width, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(self.context_dim, width, bias=False), nn.Linear(dim, dim, bias=bias)
+        wide, width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj, self.k_proj = nn.Linear(dim, wide, bias=False), nn.Linear(self.context_dim, width, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(self.context_dim, width, bias=False), nn.Linear(wide, dim, bias=bias)
 
     @property
     def traits(self) -> Traits:

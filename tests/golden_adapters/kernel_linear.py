@@ -35,13 +35,20 @@ def picking(layer: torch.nn.Module, **starts: int) -> None:
 
 
 def by_layer(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Callable[[int, int], FeatureMap], eps: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Callable[[int, int], FeatureMap],
+    eps: float | None,
+    *,
+    bidirectional: bool = False,
 ) -> Tensor:
-    """What a causal layer mixes (B, H, T, M)."""
+    """What a layer mixes (B, H, T, M)."""
     heads, keys, values = q.shape[1], q.shape[3], v.shape[3]
-    layer = LinearAttention(
-        heads * (2 * keys + values), heads, key_dim=keys, value_dim=values, feature_map=feature_map, eps=eps
-    ).to(q.dtype)
+    dim, sizes = heads * (2 * keys + values), {"key_dim": keys, "value_dim": values}
+    layer = LinearAttention(dim, heads, **sizes, feature_map=feature_map, eps=eps, bidirectional=bidirectional).to(
+        q.dtype
+    )
     picking(layer, q=0, k=heads * keys, v=2 * heads * keys)
     return layer.mixed(torch.cat([merged(x) for x in (q, k, v)], -1))
 

@@ -35,6 +35,30 @@ def test_with_as_many_compressed_keys_as_tokens_it_is_attention():
     torch.testing.assert_close(layer.mixing(x)[0], regard.attention_weights(q, k, v)[1])
 
 
+def test_heads_may_be_wider_or_narrower_than_a_share_of_the_tokens():
+    wide = Linformer(8, 3, LengthProjection(9, 4, 1), kv_heads=1, head_dim=5).double()
+    x = drawn(2, 7, 8)
+    assert wide(x).shape == x.shape
+    assert wide.q_proj.weight.shape == (15, 8) and wide.k_proj.weight.shape == (5, 8)
+    M, V = wide.mixing(x)
+    torch.testing.assert_close(M @ V, wide.mixed(x))
+    with pytest.raises(ValueError, match="heads: expected a divisor of dim=8 where head_dim is not given, got 3"):
+        Linformer(8, 3, LengthProjection(9, 4, 1))
+
+
+def test_a_compressed_key_that_nothing_was_written_to_keeps_its_share_of_the_weight():
+    layer = Linformer(4, 1, LengthProjection(3, 3, 1)).double()
+    with torch.no_grad():
+        layer.projection.keys.copy_(torch.eye(3)[None])
+        layer.projection.values.copy_(torch.eye(3)[None])
+        layer.q_proj.weight.zero_()  # all scores 0: equal weights
+    x = drawn(1, 3, 4)
+    keep = torch.tensor([[False, True, True]])
+    values = layer.v_proj(x)[0, 1:]
+    torch.testing.assert_close(layer.mixed(x, keep=keep)[0, 0, 1], values.sum(0) / 3)
+    torch.testing.assert_close(layer.mixed(x[:, 1:])[0, 0, 1], values.sum(0) / 3)
+
+
 @pytest.mark.parametrize(("sharing", "count"), [("none", 2 * 3), ("heads", 2), ("keys and values", 1)])
 def test_parameters_of_the_sharing_modes(sharing, count):
     maps = LengthProjection(20, 4, 3, sharing=sharing)
@@ -102,6 +126,31 @@ def test_large_numbers_stay_numbers(size, dim):
     assert out.isfinite().all() and out.abs().max() <= v.abs().max() * 1.01
 
 
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("size", [1.0, 4.0, 16.0])
+def test_keys_far_from_zero_are_weighed_as_in_float64(size, bidirectional):
+    """Every feature of such keys is 0 in float32, or below the layer's eps, unless they are measured by each other."""
+    layer = Performer(128, 1, features=64, bidirectional=bidirectional)
+    with torch.no_grad():
+        for proj, factor in ((layer.q_proj, 1.0), (layer.k_proj, size), (layer.v_proj, 1.0)):
+            proj.weight.copy_(factor * torch.eye(128))
+    x = drawn(2, 40, 128)
+    segments = (torch.arange(40) >= 15).long().expand(2, -1)
+    z_q, z_k = x * 128**-0.25, size * x * 128**-0.25
+    rows = layer.feature_map.projection.double()
+    u_q, u_k = (z @ rows.T - z.square().sum(-1, keepdim=True) / 2 for z in (z_q, z_k))
+    logs = torch.logsumexp(u_q[:, :, None] + u_k[:, None], -1)  # (B, T, S)
+    allowed = segments[:, :, None] == segments[:, None]
+    allowed = allowed if bidirectional else allowed.tril()
+    exact = torch.softmax(logs.masked_fill(~allowed, -torch.inf), -1) @ x
+    found = layer.mixed(x.float(), segments=segments)[:, 0].double()
+    torch.testing.assert_close(found, exact, atol=1e-3, rtol=1e-3)
+    if not bidirectional:
+        cache = layer.init_cache(2, 40)
+        parts = [layer(x.float()[:, n : n + 5], segments=segments[:, n : n + 5], cache=cache) for n in range(0, 40, 5)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x.float(), segments=segments), atol=1e-4, rtol=1e-4)
+
+
 def test_the_published_stabiliser_leaks_and_ours_does_not():
     for kernel, sound in (("softmax", True), ("relu", True), ("published softmax", False)):
         subject = Subject(kernel, lambda kernel=kernel: Performer(16, 2, features=16, kernel=kernel), 16)
@@ -120,8 +169,33 @@ def test_redrawing_changes_the_rows_and_checkpoints_keep_them():
     assert not torch.equal(other.feature_map.projection, layer.feature_map.projection)
     layer.feature_map.reset_parameters()
     assert torch.equal(before, layer.feature_map.projection)
+    layer.redraw(9)
+    assert not torch.equal(before, layer.feature_map.projection)
     with pytest.raises(ValueError, match="every: expected an int of at least 1"):
         RedrawSchedule(layer, every=0)
+
+
+def test_no_layer_is_given_rows_that_another_one_had_a_step_before():
+    layers = torch.nn.ModuleList(Performer(16, 2, features=8) for _ in range(3))
+    schedule, seen = RedrawSchedule(layers, every=1), set()
+    for _ in range(4):
+        schedule.step()
+        seen |= {float(layer.feature_map.projection.sum()) for layer in layers}
+    assert len(seen) == 12
+
+
+def test_a_schedule_goes_on_from_its_state():
+    layer = Performer(16, 2, features=8)
+    one = RedrawSchedule(layer, every=3)
+    drawn_at = [one.step() for _ in range(4)]
+    kept = one.state_dict()
+    drawn_at += [one.step() for _ in range(2)]
+    rows = layer.feature_map.projection.clone()
+    layer.redraw(0)
+    other = RedrawSchedule(layer, every=3)
+    other.load_state_dict(kept)
+    assert [other.step() for _ in range(2)] == drawn_at[4:] == [False, True]
+    assert torch.equal(layer.feature_map.projection, rows)
 
 
 def test_the_error_falls_with_the_number_of_features():

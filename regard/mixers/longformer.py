@@ -51,6 +51,8 @@ class Longformer(nn.Module):
     torch.Size([2, 100, 64])
     """
 
+    takes_global_tokens = True  # what an encoder of such layers asks, to hand `global_tokens` on
+
     def __init__(
         self,
         dim: int,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
 from regard.models.layouts.base import Plan
-from regard.models.layouts.shared.rows import BOTH, WEIGHT, kinds, module_rows
+from regard.models.layouts.shared.rows import BOTH, kinds, module_rows
 from regard.models.tables import Ignored, Row, Shared, Squeezed, per_layer
 from regard.nn import MultiHeadAttention
 from regard.positions import LearnedPositions

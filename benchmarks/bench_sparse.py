@@ -96,7 +96,9 @@ def seconds(both: tuple[Call, Call], x: torch.Tensor, rounds: int) -> tuple[floa
 def grown(kind: str, tokens: int, which: int) -> float:
     """MiB by which forward + backward raise the peak of a new process."""
     code = f"import bench_sparse; bench_sparse.report({kind!r}, {tokens}, {which})"
-    run = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
     return float(run.stdout)
 
 

@@ -165,7 +165,7 @@ def test_a_tensor_of_another_part_is_named(tmp_path):
     peer_of("LongformerModel", transformers.LongformerConfig(**ENCODER, attention_window=4), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    with pytest.raises(CheckpointError, match=r"unknown option attention_window=4|query_global"):
+    with pytest.raises(CheckpointError, match=r"unknown option attention_window=\[4, 4\]"):
         load(tmp_path)
 
 

@@ -298,9 +298,10 @@ def image_positions(
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each position: y = weight[positions].
+    """A learned vector for each position: y = weight[positions + first].
 
-    positions (B, T) or (T,) of integers in [0, max_length) -> (B, T, dim) or (T, dim), in the weight's dtype.
+    positions (B, T) or (T,) of integers in [0, max_length - first) -> (B, T, dim) or (T, dim), in the weight's dtype.
+    `first` is the row of position 0; RoBERTa's family leaves the rows before it to padding.
     `weight` (max_length, dim) starts from a normal distribution of standard deviation 0.02.
     Raises `ValueError` for a position outside the table (read in eager mode on a CPU only; a GPU kernel asserts),
     `TypeError` for positions that are not integers. Source: Gehring et al. 2017, arXiv:1705.03122.
@@ -309,10 +310,13 @@ class LearnedPositions(nn.Module):
     torch.Size([5, 8])
     """
 
-    def __init__(self, max_length: int, dim: int) -> None:
+    def __init__(self, max_length: int, dim: int, *, first: int = 0) -> None:
         super().__init__()
         if max_length <= 0 or dim <= 0:
             raise ValueError(f"max_length, dim: expected numbers above 0, got {max_length} and {dim}")
+        if not 0 <= first < max_length:
+            raise ValueError(f"first: expected a row below max_length={max_length}, got {first}")
+        self.first = first
         self.weight = nn.Parameter(torch.empty(max_length, dim))
         self.reset_parameters()
 
@@ -320,7 +324,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=std)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}" + (f", first={self.first}" if self.first else "")
 
     def forward(self, positions: Tensor) -> Tensor:
         """Look positions (B, T) or (T,) up."""
@@ -328,6 +332,7 @@ class LearnedPositions(nn.Module):
             raise TypeError(f"positions: expected integers, got {positions.dtype}")
         if positions.numel() and positions.device.type == "cpu" and plain_eager(positions):
             low, high = int(positions.min()), int(positions.max())
-            if low < 0 or high >= self.weight.shape[0]:
-                raise ValueError(f"positions: expected numbers in [0, {self.weight.shape[0]}), got {low} to {high}")
-        return nn.functional.embedding(positions, self.weight)
+            places = self.weight.shape[0] - self.first
+            if low < 0 or high >= places:
+                raise ValueError(f"positions: expected numbers in [0, {places}), got {low} to {high}")
+        return nn.functional.embedding(positions + self.first if self.first else positions, self.weight)

@@ -125,7 +125,7 @@ class BigBird(nn.Module):
     Args:
         dim: width of the tokens.
         heads: heads H.
-        plan: `BlockPlan`.
+        plan: `BlockPlan`; the attribute may be replaced, for it is no part of the parameters.
         scores: `Scores`: scale, softcap, dropout (in training only).
         bias: biases of q, k and v; `out_bias` of the output, as `bias` by default.
 
@@ -161,6 +161,7 @@ class BigBird(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=bias)
         self.o_proj = nn.Linear(dim, dim, bias=bias if out_bias is None else out_bias)
         self._masks: dict[int, Mask | None] = {}
+        self._masks_of = plan  # `plan` may be replaced
 
     @property
     def traits(self) -> Traits:
@@ -297,6 +298,8 @@ class BigBird(nn.Module):
         """Sequences of as many blocks, from slot 0 on."""
         tokens, block = q.shape[2], self.plan.block
         key = tokens if tokens <= self.plan.reads_whole_until else -(-tokens // block) * block
+        if self._masks_of is not self.plan:
+            self._masks, self._masks_of = {}, self.plan
         if key not in self._masks:
             self._masks[key] = self.plan.mask(self.heads, tokens)
         mask = self._masks[key]

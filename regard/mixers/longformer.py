@@ -19,7 +19,7 @@ from regard.checks import describe, is_part, whole
 from regard.coordinates import can_read
 from regard.masks import Band, Global, KeyPadding, Mask, Segments
 from regard.mixers.attention_parts import hide_unread, read_mask
-from regard.mixers.base import Record, Traits, check_tokens, no_context
+from regard.mixers.base import Record, Traits, check_tokens, is_plain, no_context
 from regard.mixers.costs import attention_macs
 from regard.mixers.parts import Scores, merge_heads, split_heads
 from regard.ops.attention import attention, attention_weights
@@ -50,6 +50,8 @@ class Longformer(nn.Module):
     >>> layer(torch.randn(2, 100, 64)).shape
     torch.Size([2, 100, 64])
     """
+
+    takes_global_tokens = True  # what an encoder of such layers asks, to hand `global_tokens` on
 
     def __init__(
         self,
@@ -192,15 +194,41 @@ class Longformer(nn.Module):
         at = flags.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]  # (B, g), global ones first
         asking = x.gather(1, at[..., None].expand(-1, -1, self.dim))
         q = split_heads(self.q_global_proj(asking), self.heads)
-        k, v = (split_heads(proj(x), self.heads) for proj in (self.k_global_proj, self.v_global_proj))
         read: Mask | None = None if layout.keep is None else KeyPadding(layout.keep)
         if layout.segments is not None:
             own = Segments(layout.segments.gather(1, at), layout.segments)
             read = own if read is None else read & own
-        rows = attention(q, k, v, mask=read, **options)
+        if self._folds(count, options):
+            rows = self._folded(q, x, read, options)
+        else:
+            k, v = (split_heads(proj(x), self.heads) for proj in (self.k_global_proj, self.v_global_proj))
+            rows = attention(q, k, v, mask=read, **options)
         index = at[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
         rows = torch.where(flags.gather(1, at)[:, None, :, None], rows, out.gather(2, index))
         return out.scatter(2, index, rows)
+
+    def _folds(self, count: int, options: dict[str, Any]) -> bool:
+        """Whether so few tokens ask that it costs less to project what they ask than all tokens' keys and values.
+
+        That form reads the weights and does not call the maps, so an adapter in their place leaves the other alone."""
+        plain = is_plain(self.k_global_proj, nn.Linear) and is_plain(self.v_global_proj, nn.Linear)
+        few = 2 * count * self.heads <= self.dim
+        return plain and few and not options["dropout_p"] and self.scores.softcap is None
+
+    def _folded(self, q: Tensor, x: Tensor, read: Mask | None, options: dict[str, Any]) -> Tensor:
+        """``softmax(q (x W_k)^T) x W_v`` as ``(softmax((q W_k^T) x^T) x) W_v``: the tokens are keys and values."""
+        keys, values = (p.weight.unflatten(0, (self.heads, -1)) for p in (self.k_global_proj, self.v_global_proj))
+        asked = q @ keys  # (B, H, g, dim)
+        tokens = x.to(asked.dtype)[:, None]
+        scale = self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale
+        rows: Tensor = attention(asked, tokens, tokens, mask=read, **{**options, "scale": scale})
+        rows = rows @ values.transpose(1, 2)
+        if self.v_global_proj.bias is not None:  # the weights of a row sum to 1
+            rows = rows + self.v_global_proj.bias.view(self.heads, 1, -1).to(rows.dtype)
+        if self.k_global_proj.bias is not None and torch.is_grad_enabled():
+            # It moves all scores of a query alike, which changes no weight: its gradient is 0.
+            rows = rows + 0.0 * self.k_global_proj.bias.sum().to(rows.dtype)
+        return rows
 
 
 records = (

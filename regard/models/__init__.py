@@ -3,6 +3,7 @@
 from regard.models.blocks import (
     Block,
     Embedding,
+    LogitsBias,
     MixerOnly,
     NormedResidual,
     Parallel,
@@ -48,6 +49,7 @@ __all__ = [
     "GatedMLP",
     "Generation",
     "Layout",
+    "LogitsBias",
     "MixtureOfExperts",
     "Model",
     "ModelCache",

@@ -20,6 +20,7 @@ from regard.tokens import TokenLayout
 __all__ = [
     "Block",
     "Embedding",
+    "LogitsBias",
     "MixerOnly",
     "NormedResidual",
     "Parallel",
@@ -257,6 +258,23 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * x
+
+
+class LogitsBias(nn.Module):
+    """``x + bias``: a number for each token of the vocabulary, a buffer that is not trained and starts at 0."""
+
+    bias: Tensor
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.empty(vocab))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias.to(x.dtype)
 
 
 class Softcap(nn.Module):

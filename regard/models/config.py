@@ -87,6 +87,7 @@ SIZE = "any other size"  # the key, among bounds of counts, for counts without a
 # Counts that are not sizes of tensors: distances between tokens, intervals between layers, numbers of choices.
 UNSIZED = frozenset(
     {
+        "attention_window",
         "attention_window_size",
         "block_size",
         "decoder_sparse_step",

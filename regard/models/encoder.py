@@ -16,6 +16,10 @@ from regard.tokens import resolve_tokens
 __all__ = ["Encoder", "FirstTokenPooler"]
 
 
+def _takes_global_tokens(layer: nn.Module) -> bool:
+    return bool(getattr(getattr(layer, "mixer", layer), "takes_global_tokens", False))
+
+
 class FirstTokenPooler(nn.Module):
     """``tanh(W x_0 + b)``: one vector a row from its first token (Devlin et al. 2018, arXiv:1810.04805)."""
 
@@ -70,6 +74,7 @@ class Encoder(Model):
         keep: Tensor | None = None,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
+        global_tokens: Tensor | None = None,
     ) -> Tensor:
         """The last hidden state ``(B, T, dim)`` of ids ``(B, T)``, or of whatever the embedding takes.
 
@@ -78,11 +83,18 @@ class Encoder(Model):
             keep: ``(B, T)`` bool, which tokens are real; the rows of the others mean nothing.
             positions: ``(B, T)``, default the running count of kept tokens from 0 in each segment.
             segments: ``(B, T)``, non-decreasing: documents packed into one row do not see each other.
+            global_tokens: ``(B, T)`` bool, which tokens everybody reads and which read everything, for layers that have
+                such (`regard.nn.Longformer`); default those that the layers name themselves.
 
         Raises:
-            ValueError, TypeError: for a tensor of a wrong shape or dtype, an id outside the vocabulary, and where the
-                embedding does not give ``(B, T, dim)``.
+            ValueError, TypeError: for a tensor of a wrong shape or dtype, an id outside the vocabulary, where the
+                embedding does not give ``(B, T, dim)``, and for global tokens where no layer has such.
         """
+        takers = [_takes_global_tokens(layer) for layer in self.layers]
+        if global_tokens is not None and not any(takers):
+            raise ValueError(
+                "global_tokens: expected None, for no layer of this encoder has global tokens, got a tensor"
+            )
         call: dict[str, Any] = {"keep": keep, "positions": positions, "segments": segments}
         if isinstance(self.embedding, Embedding):
             resolved = resolve_tokens(*check_ids(inputs), inputs.device, **call)
@@ -94,8 +106,9 @@ class Encoder(Model):
             if not isinstance(x, Tensor) or x.dim() != 3:
                 raise ValueError(f"embedding: expected one that gives (B, T, dim), got one that gives {describe(x)}")
             resolved = resolve_tokens(x.shape[0], x.shape[1], x.device, **call)
-        for layer in self.layers:
-            x = layer(x, **tokens_of_call(layer, resolved, segments))
+        for layer, takes in zip(self.layers, takers, strict=True):
+            more = {"global_tokens": global_tokens} if takes and global_tokens is not None else {}
+            x = layer(x, **tokens_of_call(layer, resolved, segments), **more)
         return x if self.norm is None else self.norm(x)
 
     def pool(self, hidden: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class EncoderDecoder(Model):
         *,
         source: Tensor | None = None,
         source_keep: Tensor | None = None,
+        source_global: Tensor | None = None,
         keep: Tensor | None = None,
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
@@ -60,6 +61,7 @@ class EncoderDecoder(Model):
         Args:
             source: what the encoder takes; with a cache it is given once, for every layer keeps its keys and values.
             source_keep: ``(B, S)`` bool, which of the encoder's tokens are real.
+            source_global: ``(B, S)`` bool, the encoder's `global_tokens`, where it takes them.
             keep, positions, cache, last_only: as of `Decoder.forward`, for the decoder's tokens.
 
         Raises:
@@ -67,9 +69,11 @@ class EncoderDecoder(Model):
                 and with one where it does.
             CacheFull: where the tokens do not fit; the cache is unchanged.
         """
-        if source is None and source_keep is not None:
-            raise ValueError("source_keep: expected None without a source, got a tensor")
-        context = None if source is None else self.encoder(source, keep=source_keep)
+        for name, given in (("source_keep", source_keep), ("source_global", source_global)):
+            if source is None and given is not None:
+                raise ValueError(f"{name}: expected None without a source, got a tensor")
+        more = {} if source_global is None else {"global_tokens": source_global}
+        context = None if source is None else self.encoder(source, keep=source_keep, **more)
         logits: Tensor = self.decoder(
             ids,
             keep=keep,

@@ -23,6 +23,7 @@ __all__ = [
     "RotaryPermuted",
     "Row",
     "Same",
+    "Shared",
     "Squeezed",
     "Transposed",
     "Viewed",
@@ -58,6 +59,19 @@ class Same:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         (part,) = parts
         return part
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One tensor that a model lists under several names, because its parts share a module."""
+
+    names: int
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        return (stored,) * self.names
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
 
 
 @dataclass(frozen=True)

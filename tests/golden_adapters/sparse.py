@@ -37,7 +37,8 @@ def mixed(layer: nn.Module, state: dict[str, Tensor], x: Tensor, **arguments: An
 def longformer(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
     config = case.config.get("config") or case.config
     window = case.config.get("attention_window", config.get("attention_window"))
-    window = window[0] if isinstance(window, list) else window
+    if isinstance(window, list):
+        window = window[case.config.get("layer_id", case.config.get("layer_idx", 0))]
     case.refuse_unless(window % 2 == 0, f"attention_window {window}")
     x = peer["input.hidden"]
     state = linears(peer, {f"{n[0]}_proj": n for n in ("query", "key", "value")})
@@ -51,18 +52,21 @@ def longformer(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
 
 
 def bigbird(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
-    """What the peer drew is part of the case; in evaluation its tables are zeros."""
-    config = case.config["config"]
-    case.refuse_unless(config["attention_type"] == "block_sparse", config["attention_type"])
+    """What the peer drew is part of the case; in evaluation its tables are zeros, or not there."""
+    config = case.config.get("config") or case.config
+    kind = config.get("attention_type", "block_sparse")
+    case.refuse_unless(kind in ("block_sparse", "original_full"), f"attention_type {kind}")
     x, heads = peer["input.hidden"], config["num_attention_heads"]
     drawn = case.tensors.get("output.rand_attn")
-    peer.outside("rand_attn")
-    again = case.config.get("mode") == "eval"
+    if drawn is not None:
+        peer.outside("rand_attn")
+    again = drawn is None or not drawn.any()
+    case.refuse_unless(again or case.config.get("mode", "train") == "train", "random blocks in evaluation")
     plan = BlockPlan(
         config["block_size"],
         config["num_random_blocks"],
         count="slots",
-        full_until=0,
+        full_until=x.shape[1] if kind == "original_full" else 0,
         first_again=again,
         chosen=None if again else drawn,
     )
@@ -74,5 +78,7 @@ def bigbird(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
 
 def paths(case: Case) -> Paths | None:
     """One way for either."""
-    way = longformer if case.has("weight.query_global.weight") else bigbird if case.has("output.rand_attn") else None
+    config = case.config.get("config") or case.config
+    blocks = case.has("output.rand_attn") or (isinstance(config, dict) and "num_random_blocks" in config)
+    way = longformer if case.has("weight.query_global.weight") else bigbird if blocks else None
     return None if way is None else {"layer": lambda peer, wanted: way(case, peer, wanted)}

@@ -1,11 +1,13 @@
 """Longformer and BigBird beyond the contract: which paths run, ragged batches, the published behaviours by name."""
 
+import copy
+
 import pytest
 import torch
 
 import regard
 from regard.backends.native import library
-from regard.nn import BigBird, BlockPlan, Longformer, MultiHeadAttention, Projections
+from regard.nn import BigBird, BlockPlan, Longformer, MultiHeadAttention, Projections, Scores
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -36,6 +38,37 @@ def test_gathered_global_rows_are_those_of_the_whole_table():
         torch.testing.assert_close(found, whole)
         M, V = layer.mixing(x, global_tokens=flags, **options)
         torch.testing.assert_close(M @ V, layer.mixed(x, global_tokens=flags, **options))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_global_tokens_ask_the_tokens_themselves(bias):
+    """Keys and values of all tokens are made only where many ask, or where the maps are not plain."""
+    x, keep = drawn(2, 40, 16).requires_grad_(), torch.arange(40) < torch.tensor([[40], [33]])
+    segments = (torch.arange(40) // 15).expand(2, -1)
+    layer = filled(Longformer(16, 2, 3, globals_at=(0, 2), bias=bias, scores=Scores(scale=0.3)))
+    hooked, calls = copy.deepcopy(layer), []
+    hooked.v_global_proj.register_forward_hook(lambda *given: calls.append(1))
+    for options in ({}, {"keep": keep}, {"keep": keep, "segments": segments}):
+        found, want = layer(x, **options), hooked(x, **options)
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
+        gradients = [
+            torch.autograd.grad((out * out.detach().cos()).sum(), [x, *one.parameters()], allow_unused=True)
+            for out, one in ((found, layer), (want, hooked))
+        ]
+        for mine, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert len(calls) == 3 and layer._folds(2, {"dropout_p": 0}) and not hooked._folds(2, {"dropout_p": 0})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_global_tokens_in_half_precision(dtype):
+    layer, x = Longformer(64, 2, 3, globals_at=(0,)).eval(), drawn(2, 40, 64).float()
+    want, half = layer(x), copy.deepcopy(layer).to(dtype)
+    torch.testing.assert_close(half(x.to(dtype)).float(), want, rtol=0.03, atol=0.03)
+    with torch.autocast("cpu", dtype):
+        found = layer(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), want, rtol=0.03, atol=0.03)
 
 
 def test_without_global_tokens_it_is_window_attention_and_padding_asks_nothing():
@@ -90,6 +123,14 @@ def test_short_sequences_are_read_whole_and_the_mode_changes_nothing():
     longer = drawn(2, 29, 8)
     assert (layer(longer) - plain(longer)).abs().max() > 1e-3
     torch.testing.assert_close(layer.train()(longer), layer.eval()(longer))
+
+
+def test_another_plan_takes_the_place_of_one():
+    layer, x = filled(BigBird(8, 2, BlockPlan(4, 1, full_until=0, first_again=True))), drawn(1, 44, 8)
+    first, other = layer(x), BlockPlan(4, 2, seed=3, full_until=0)
+    layer.plan = other
+    assert (layer(x) - first).abs().max() > 1e-3
+    torch.testing.assert_close(layer(x), filled(BigBird(8, 2, other))(x))
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from regard.models import LAYOUTS, Decoder, generate, load
+from regard.models import LAYOUTS, Decoder, EncoderDecoder, generate, load
 
 HERE = Path(__file__).parents[1]
 ROOT = Path(os.environ.get("REGARD_CHECKPOINTS", HERE / "checkpoints"))
@@ -48,7 +48,7 @@ def covered(folder):
 
 
 def is_decoder(folder):
-    return any(name.startswith("output.greedy") for name in case(folder)[0])
+    return any(name.startswith("output.greedy_from_9") for name in case(folder)[0])
 
 
 def over(folders):
@@ -58,6 +58,7 @@ def over(folders):
 
 COVERED = [f for f in FOLDERS if covered(f)]
 DECODERS = [f for f in COVERED if is_decoder(f)]
+PAIRS = [f for f in COVERED if "input.decoder_input_ids" in case(f)[0]]
 
 
 @pytest.fixture
@@ -79,14 +80,19 @@ def error(got, want):
 
 
 def arguments(tensors):
-    """The call's tensors under this library's names."""
-    names = {"input.attention_mask": "keep", "input.token_type_ids": "types", "input.position_ids": "positions"}
-    unknown = {n for n in tensors if n.startswith("input.")} - set(names) - {"input.input_ids"}
+    """The call's tensors under this library's names: (ids, keyword arguments)."""
+    names = {"attention_mask": "keep", "token_type_ids": "types", "position_ids": "positions"}
+    names, first = names | {"global_attention_mask": "global_tokens"}, "input_ids"
+    if "input.decoder_input_ids" in tensors:
+        names = {"input_ids": "source", "attention_mask": "source_keep", "global_attention_mask": "source_global"}
+        names, first = names | {"decoder_attention_mask": "keep"}, "decoder_input_ids"
+    unknown = {n for n in tensors if n.startswith("input.")} - {f"input.{n}" for n in (first, *names)}
     assert not unknown, f"inputs that this test does not know: {unknown}"
-    given = {own: tensors[name] for name, own in names.items() if name in tensors}
-    if "keep" in given:
-        given["keep"] = given["keep"].bool()
-    return tensors["input.input_ids"], given
+    given = {own: tensors[f"input.{name}"] for name, own in names.items() if f"input.{name}" in tensors}
+    for name in ("keep", "global_tokens", "source_keep", "source_global"):
+        if name in given:
+            given[name] = given[name].bool()
+    return tensors[f"input.{first}"], given
 
 
 @torch.no_grad()
@@ -97,7 +103,7 @@ def test_forward(folder, expected):
     tensors, tolerance = expected
     ids, given = arguments(tensors)
     model = model_of(folder)
-    want = tensors["output.logits" if isinstance(model, Decoder) else "output.last_hidden_state"]
+    want = tensors["output.last_hidden_state" if "output.last_hidden_state" in tensors else "output.logits"]
     real = given.get("keep", torch.ones_like(ids, dtype=torch.bool))
     assert error(model(ids, **given)[real], want[real]) <= tolerance
 
@@ -118,6 +124,39 @@ def test_float64(folder, expected):
             assert error(got[real], tensors[f"output.{kind}"][real]) <= tolerance
         if f"output64.{kind}" in tensors:
             assert error(got[real], tensors[f"output64.{kind}"][real]) <= tolerance
+
+
+@torch.no_grad()
+@over(PAIRS)
+def test_the_encoder_of_a_pair(folder, expected):
+    tensors, tolerance = expected
+    model, (_, given) = model_of(folder), arguments(tensors)
+    assert isinstance(model, EncoderDecoder)
+    more = {"global_tokens": given["source_global"]} if "source_global" in given else {}
+    keep = given.get("source_keep", torch.ones_like(given["source"], dtype=torch.bool))
+    hidden = model.encoder(given["source"], keep=keep, **more)
+    assert error(hidden[keep], tensors["output.encoder_last_hidden_state"][keep]) <= tolerance
+
+
+@torch.no_grad()
+@over(PAIRS)
+def test_greedy_from_the_start(folder, expected):
+    """The greedy text of row 0, with a cache; and the whole in pieces."""
+    tensors, tolerance = expected
+    model, (ids, given) = model_of(folder), arguments(tensors)
+    want = tensors["output.greedy_from_start_without_cache"][0]
+    source = {name: tensor[:1] for name, tensor in given.items() if name.startswith("source")}
+    cache = model.init_cache(1, len(want), source=source["source"].shape[1])
+    found = want[:1]
+    for _ in want[1:]:
+        logits = model(found[-1:][None], cache=cache, **source)
+        source = {}  # read once
+        found = torch.cat([found, logits[0, -1:].argmax(-1)])
+    assert torch.equal(found, want)
+    cache, pieces = model.init_cache(len(ids), ids.shape[1], source=given["source"].shape[1]), []
+    for n, part in enumerate(ids.split([3, 1, ids.shape[1] - 4], 1)):
+        pieces.append(model(part, cache=cache, **(given if n == 0 else {})))
+    assert error(torch.cat(pieces, 1), tensors["output.logits"]) <= tolerance
 
 
 @torch.no_grad()

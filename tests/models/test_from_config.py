@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_calls import beside
 
 import regard
 from regard.errors import CheckpointError
@@ -54,7 +55,8 @@ def test_options_alone_make_a_model_that_trains_saves_and_loads(name, tmp_path):
     for key, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[key], tensor) and again.state_dict()[key].dtype == tensor.dtype, key
     ids = torch.randint(3, config["vocab_size"], (2, 9))
-    torch.testing.assert_close(again(ids), model.eval()(ids), rtol=0, atol=0)
+    more = beside(model, ids)
+    torch.testing.assert_close(again(ids, **more), model.eval()(ids, **more), rtol=0, atol=0)
 
 
 @torch.no_grad()

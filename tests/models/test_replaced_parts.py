@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_calls import beside
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrize
 
 from regard.masks import Causal
-from regard.models import Decoder, Embedding, GatedMLP, PreNorm, activation, generate, load
+from regard.models import Decoder, Embedding, EncoderDecoder, GatedMLP, PreNorm, activation, generate, load
 from regard.models.experts import GatedExperts, MixtureOfExperts, Router, Routing
 from regard.models.layouts import layout_of
 from regard.nn import MultiHeadAttention
@@ -45,6 +46,8 @@ def maps(model: nn.Module) -> list[str]:
 
 
 def tied(model: nn.Module, name: str) -> bool:
+    if isinstance(model, EncoderDecoder):  # one table under two names
+        return name == "encoder.embedding.tokens" and model.decoder.head is None
     return name == "embedding.tokens" and isinstance(model, Decoder) and model.head is None
 
 
@@ -61,10 +64,13 @@ def double(module: nn.Module) -> None:
 
 
 def outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    found = [model(ids)]
-    if isinstance(model, Decoder):
-        cache = model.init_cache(2, 8)
-        found.append(torch.cat([model(part, cache=cache) for part in ids.split([4, 1, 1], 1)], 1))
+    more = beside(model, ids)
+    found = [model(ids, **more)]
+    if isinstance(model, (Decoder, EncoderDecoder)):
+        cache, parts = model.init_cache(2, 8), []
+        for part in ids.split([4, 1, 1], 1):
+            parts.append(model(part, cache=cache, **({} if parts else more)))
+        found.append(torch.cat(parts, 1))
     elif model.pooler is not None:
         found.append(model.pool(found[0]))
     return found
@@ -200,11 +206,12 @@ def test_a_model_is_built_trained_and_stepped_without_values(folder, where):
     with mode:
         model = layout_of(config, folder.name).read(config, folder.name, lambda name: False).make()
         ids = torch.zeros(2, 5, dtype=torch.long)
-        out = model(ids)
+        more = beside(model, ids)
+        out = model(ids, **more)
         out.sum().backward()
-        if isinstance(model, Decoder):
+        if isinstance(model, (Decoder, EncoderDecoder)):
             cache = model.init_cache(2, 16)
-            model(ids, cache=cache)
+            model(ids, cache=cache, **more)
             with torch.no_grad():
                 model(ids[:, :2], cache=cache, keep=torch.ones(2, 2, dtype=torch.bool))
                 out = model(ids[:, :1], cache=cache.clone())

@@ -9,6 +9,8 @@ from regard.errors import CheckpointError
 from regard.models.layouts.bailing_hybrid import BAILING_HYBRID
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.bert import BERT
+from regard.models.layouts.big_bird import BIG_BIRD
+from regard.models.layouts.bigbird_pegasus import BIGBIRD_PEGASUS
 from regard.models.layouts.bloom import BLOOM
 from regard.models.layouts.catalogue import CATALOGUE
 from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
@@ -19,7 +21,9 @@ from regard.models.layouts.gpt_oss import GPT_OSS
 from regard.models.layouts.granite import GRANITE
 from regard.models.layouts.jamba import JAMBA
 from regard.models.layouts.kimi_linear import KIMI_LINEAR
+from regard.models.layouts.led import LED
 from regard.models.layouts.llama import LLAMA, MISTRAL
+from regard.models.layouts.longformer import LONGFORMER
 from regard.models.layouts.mamba2 import MAMBA2
 from regard.models.layouts.minimax import MINIMAX
 from regard.models.layouts.mixtral import MIXTRAL
@@ -37,6 +41,8 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         BAILING_HYBRID,
         BERT,
+        BIGBIRD_PEGASUS,
+        BIG_BIRD,
         BLOOM,
         CATALOGUE,
         DEEPSEEK_V2,
@@ -48,7 +54,9 @@ LAYOUTS: dict[str, Layout] = {
         JAMBA,
         KIMI_K2,
         KIMI_LINEAR,
+        LED,
         LLAMA,
+        LONGFORMER,
         MAMBA2,
         MINIMAX,
         MISTRAL,

@@ -118,9 +118,9 @@ def bounds(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """
     widest = max((n for shape in shapes.values() for n in shape), default=0)
     return {
-        "num_hidden_layers": len(shapes),
+        **dict.fromkeys(("num_hidden_layers", "decoder_layers"), len(shapes)),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), max(len(shapes), widest)),
-        **dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), widest),
+        **dict.fromkeys(("hidden_size", "num_attention_heads", "decoder_attention_heads", "head_dim"), widest),
         SIZE: max(widest, 2**16),  # some may belong to parts that this file is without
     }
 

@@ -13,6 +13,7 @@ from regard.models.feedforward import ACTIVATIONS
 
 __all__ = [
     "Sizes",
+    "attention_reaches",
     "from_zero",
     "kinds_of",
     "layer_masks",
@@ -86,6 +87,16 @@ def layer_masks(c: Config, layers: int, window: int | None, default: Callable[[i
     """One mask a layer from ``layer_types``, or by a family's rule."""
     masks = {"full_attention": Causal(), "sliding_attention": window_mask(window)}
     return [masks[kind] for kind in kinds_of(c, "layer_types", layers, list(masks), default)]
+
+
+def attention_reaches(c: Config, layers: int, default: int = 512) -> list[int]:
+    """Tokens on either side that each layer of a Longformer reads: half of ``attention_window``, a number or a list."""
+    given = c.get("attention_window", default)
+    windows = given if isinstance(given, list) else [given] * layers
+    fine = all(isinstance(w, int) and not isinstance(w, bool) and w > 0 and w % 2 == 0 for w in windows)
+    if not fine or len(windows) != layers:
+        raise c.error("attention_window", given, f"an even number above 0, or a list of {layers} of them, one a layer")
+    return [w // 2 for w in windows]
 
 
 def qwen_masks(c: Config, layers: int) -> list[Mask]:

@@ -121,7 +121,10 @@ def no_float32():
 
 def write(case, folder):
     """A random model with every tensor away from its initial constants, saved by transformers."""
-    cls, options = CASES[case]
+    return write_random(folder, *CASES[case])
+
+
+def write_random(folder, cls, options):
     torch.manual_seed(0)
     config = getattr(transformers, f"{cls}Config")(**{**SMALL, **options})
     with no_float32():

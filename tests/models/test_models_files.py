@@ -444,11 +444,11 @@ def test_gguf_of_other_kinds(tmp_path, tensors):
     refuses(gguf(path, METADATA, tensors, kind=77), "unknown quantisation 77")
     refuses(
         gguf(path, {**METADATA, "general.architecture": "mamba"}, tensors),
-        "architecture: expected llama, got",
+        "architecture: expected granite, llama, olmo2, phi3, qwen2, qwen3, got 'mamba'",
     )
-    refuses(gguf(path, {**METADATA, "llama.expert_count": 8}, tensors), "expert_count: expected .*, got 8")
+    refuses(gguf(path, {**METADATA, "llama.expert_used_count": 8}, tensors), "expert_used_count: expected .*, got 8")
     refuses(gguf(path, {**METADATA, "llama.odd": 1}, tensors), "unknown option odd=1")
-    refuses(gguf(path, METADATA, {**tensors, "rope_freqs.weight": torch.ones(4)}), "unused tensors: rope_freqs.weight")
+    refuses(gguf(path, METADATA, {**tensors, "rope_freqs.bias": torch.ones(4)}), "unused tensors: rope_freqs.bias")
     del tensors["blk.1.ffn_up.weight"]
     refuses(gguf(path, METADATA, tensors), "missing tensors: blk.1.ffn_up.weight")
 

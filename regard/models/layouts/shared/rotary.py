@@ -194,7 +194,8 @@ def _longrope(c: Config, options: Config, width: int) -> Scaled:
     if amplitude is None:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = {name: _pair_factors(options, name, width // 2) for name in ("short_factor", "long_factor")}
-    return PairFactors(factors["short_factor"], amplitude), original
+    short, long = factors["short_factor"], factors["long_factor"]
+    return PairFactors(short, amplitude), None if short == long else original
 
 
 def _stretch(c: Config, options: Config, original: int) -> float:

@@ -195,6 +195,9 @@ REGARD_EXPORT const char *regard_error(int status) {
 
 REGARD_EXPORT const char *regard_isa(void) { return chosen() ? chosen()->name : nullptr; }
 
+// CMake defines it: a checksum of every file of csrc/.
+REGARD_EXPORT const char *regard_sources(void) { return REGARD_SOURCES; }
+
 REGARD_EXPORT int regard_threads(void) { return omp_get_max_threads(); }
 
 REGARD_EXPORT void regard_large_pages(void *memory, int64_t bytes) {

@@ -25,13 +25,19 @@ struct Kernels {
 
 }  // namespace regard
 
+#ifdef REGARD_BASE
+namespace regard::REGARD_BASE {
+extern const Kernels kernels;
+}
+#endif
+
 #ifdef REGARD_SET
 namespace regard::REGARD_SET {
 
 int attention_forward(const regard_attention *call);  // attention.cpp
 int attention_backward(const regard_attention *call, const regard_attention_grad *grad);
 double multiply_adds(int32_t dtype, int64_t rounds);
-extern const Kernels kernels;  // states.cpp
+extern const Kernels kernels;  // states.cpp, or attention.cpp where the states are those of REGARD_BASE
 
 }  // namespace regard::REGARD_SET
 #endif

@@ -81,6 +81,8 @@ const char *regard_error(int status);
 // null where REGARD_ISA, which caps it, names none), and the OpenMP threads.
 const char *regard_isa(void);
 int regard_threads(void);
+// A checksum of the files of csrc/ that the library was built from (finding.py computes the same).
+const char *regard_sources(void);
 
 // Does `rounds` times as many multiply-adds as fit into the registers, reading no memory; the floating-point operations
 // done, which a benchmark divides by the time they took.

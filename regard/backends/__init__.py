@@ -265,6 +265,8 @@ def select(call: Call, name: str | None = None) -> str:
         if _reason(call, one) is None and _BACKENDS[call.operation][one].defer(call) is None:
             if one == "reference":
                 _note_fallback(call, one)
+            if library.SURPRISING:
+                _note_kernels(call)
             return one
     raise AssertionError("the reference backend runs every call")
 
@@ -276,6 +278,15 @@ def _note_fallback(call: Call, taken: str) -> None:
     if (taken, reason) not in _said:
         _said.add((taken, reason))
         _log.info("%s falls back to the slow %s backend: %s", call.operation, taken, reason)
+
+
+def _note_kernels(call: Call) -> None:
+    """Say once, where a call would have run on kernels that are here but cannot be used, why they cannot."""
+    reason = library.REASON or ""
+    if torch.compiler.is_compiling() or ("native", reason) in _said or _reason(call, "native") != reason:
+        return
+    _said.add(("native", reason))
+    _log.warning("slower than it could be: %s", reason)
 
 
 def dispatch(call: Call, name: str | None = None) -> tuple[Tensor, Tensor]:

@@ -6,27 +6,18 @@ import ctypes
 import functools
 import os
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch  # before the library: its OpenMP symbols bind to the runtime that torch has loaded
 from torch import Tensor
 
+from regard.backends.native.finding import NAME, Found, digest_of, find
 from regard.backends.native.structs import STRUCTS
 
-__all__ = ["ISA", "LIBRARY", "REASON", "fresh", "number", "run"]
+__all__ = ["ISA", "LIBRARY", "REASON", "SURPRISING", "fresh", "number", "run"]
 
-NAME = "libregard.so.1"
 LONG = 2**22  # bytes of a tensor for which large pages are asked
-
-
-def _find() -> Path | None:
-    named = os.environ.get("REGARD_LIBRARY")  # a build made apart, with sanitizers say
-    if named:
-        return Path(named)
-    folders = sys.modules[__name__.split(".")[0]].__path__  # an editable install has two: the sources' and its own
-    return next((path for folder in folders if (path := Path(folder) / NAME).exists()), None)
 
 
 def _is_whole(path: Path) -> bool:
@@ -44,14 +35,27 @@ def _is_whole(path: Path) -> bool:
     return whole
 
 
-_EXPORTS = ("regard_isa", "regard_error", "regard_struct", "regard_large_pages", "regard_attention_forward")
+_EXPORTS = (
+    "regard_isa",
+    "regard_error",
+    "regard_struct",
+    "regard_sources",
+    "regard_large_pages",
+    "regard_attention_forward",
+)
 
 
 def _load() -> tuple[Any, str | None]:
     """(the library, None) or (None, why there is none)."""
-    path = _find()
+    found = find()
+    path, sources = found.path, found.sources
     if path is None:
-        return None, "the kernels were not built: the package holds no libregard.so.1 (installing needs a C++ compiler)"
+        if sources is None:
+            return None, f"the kernels were not built: the package holds no {NAME} (installing needs a C++ compiler)"
+        return None, (
+            f"the kernels were not built: neither the sources in {sources.parent} nor an installed regard hold {NAME} "
+            "(`pip install .` there builds them, with a C++ compiler)"
+        )
     if not _is_whole(path):
         return None, f"the kernels in {path} are cut off: install the package again"
     try:
@@ -66,6 +70,12 @@ def _load() -> tuple[Any, str | None]:
     library.regard_isa.restype = ctypes.c_char_p
     library.regard_error.restype = ctypes.c_char_p
     library.regard_struct.restype = ctypes.c_char_p
+    library.regard_sources.restype = ctypes.c_char_p
+    if sources is not None and library.regard_sources().decode() != digest_of(sources):
+        return None, (
+            f"the kernels in {path} were built from other sources than those in {sources}: `pip install .` in "
+            f"{sources.parent} builds these, or import regard from another folder"
+        )
     for which, struct_ in enumerate(STRUCTS):
         text = library.regard_struct(which)
         wrong = f"{struct_.name} is missing" if text is None else struct_.mismatch(text.decode())
@@ -78,6 +88,8 @@ def _load() -> tuple[Any, str | None]:
 
 
 LIBRARY, REASON = _load()
+SURPRISING = REASON is not None and find() != Found()
+"""Whether there are no kernels though they, or their sources, are here: worth a word unasked."""
 ISA: str | None = LIBRARY.regard_isa().decode() if LIBRARY is not None else None
 
 

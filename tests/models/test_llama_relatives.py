@@ -223,10 +223,48 @@ REFUSED = [
     ("olmo2", {"sliding_window": 4}, "sliding_window=4"),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier: expected.*, got 0"),
     ("granite", {"logits_scaling": "x"}, "logits_scaling: expected.*, got 'x'"),
+    ("granite", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types: expected"),
+    ("mixtral-window-wide-heads-tied", {"layer_types": ["full_attention"] * 3}, "layer_types: expected"),
     ("granite", {"sliding_window": 4}, "sliding_window=4"),
     ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok: expected.*, got 6"),
     ("mixtral", {"attention_bias": True}, "attention_bias=True"),
 ]
+
+
+HARMLESS = {
+    "_name_or_path": "someone/something",
+    "attn_implementation": "flash_attention_2",
+    "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
+    "base_model_tp_plan": {"layers.*": "colwise"},
+    "layer_types": ["full_attention"] * 3,
+    "pretraining_tp": 1,
+    "quantization_config": None,
+    "torch_dtype": "float64",
+    "transformers_version": "4.45.0",
+    "unsloth_fixed": True,
+    "unsloth_version": "2025.3.1",
+    "use_cache": False,
+    "use_flash_attn": True,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "phi3", "olmo2", "granite", "mixtral"])
+def test_options_that_change_nothing_are_read(case, ids, tmp_path):
+    want = logits(write(case, tmp_path), ids)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | HARMLESS))
+    torch.testing.assert_close(load(tmp_path, dtype=torch.float64)(ids), want, **CLOSE)
+
+
+@torch.no_grad()
+def test_yarn_says_that_the_weights_were_trained_with_it(ids, tmp_path):
+    want = logits(write("olmo2-yarn", tmp_path), ids)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["finetuned"] = True
+    path.write_text(json.dumps(config))
+    torch.testing.assert_close(load(tmp_path, dtype=torch.float64)(ids), want, **CLOSE)
 
 
 @pytest.mark.parametrize(("case", "options", "text"), REFUSED)
@@ -240,14 +278,38 @@ def test_options_without_a_place_are_named(case, options, text, tmp_path):
         load(tmp_path)
 
 
+LONG_CASES = ["phi3-longrope", "phi3-longrope-part-of-each-head", "phi3-longrope-stated-factor"]
+
+
 @torch.no_grad()
-def test_longrope_ends_where_its_factors_would_change(tmp_path):
-    peer = write("phi3-longrope", tmp_path)
+@pytest.mark.parametrize("case", LONG_CASES)
+def test_longrope_turns_a_longer_text_by_its_long_factors(case, tmp_path):
+    peer = write(case, tmp_path)
     model = load(tmp_path, dtype=torch.float64)
-    ids = torch.randint(4, 61, (1, 33), generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(model(ids[:, :32]), logits(peer, ids[:, :32]), **CLOSE)
-    with pytest.raises(ValueError, match="positions: expected at most 31, got 32"):
-        model(ids)
+    ids = torch.randint(4, 61, (2, 70), generator=torch.Generator().manual_seed(2))
+    for tokens in (32, 33, 70, 32):
+        torch.testing.assert_close(model(ids[:, :tokens]), logits(peer, ids[:, :tokens]), **CLOSE)
+    cache = model.init_cache(2, 71)
+    torch.testing.assert_close(model(ids, cache=cache), logits(peer, ids), **CLOSE)
+
+
+@torch.no_grad()
+def test_longrope_refuses_texts_that_it_would_turn_by_both_sets(tmp_path):
+    """Where other software would mix them: a text that grows past the trained context in a cache, or is padded."""
+    write("phi3-longrope", tmp_path)
+    model = load(tmp_path, dtype=torch.float64)
+    ids = torch.randint(4, 61, (1, 40), generator=torch.Generator().manual_seed(2))
+    told = "positions: expected at most 31, got .*: give it whole, from position 0, in one call"
+    for first in (20, 32, 39):
+        cache = model.init_cache(1, 40)
+        model(ids[:, :first], cache=cache)
+        with pytest.raises(ValueError, match=told):
+            model(ids[:, first:], cache=cache)
+        assert cache.length == first
+    with pytest.raises(ValueError, match=told):
+        model(ids, keep=torch.arange(40)[None] > 2)
+    with pytest.raises(ValueError, match=told):
+        model(ids[:, :4], positions=torch.tensor([[0, 1, 2, 32]]))
 
 
 @torch.no_grad()

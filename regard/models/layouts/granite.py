@@ -11,7 +11,7 @@ from regard.mixers.parts import Projections
 from regard.models.blocks import Embedding, Sandwich, Scaled
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.options import read_eps, read_sizes
+from regard.models.layouts.shared.options import like_layers, read_eps, read_sizes
 from regard.models.layouts.shared.parts import AttentionPart, read_gated, read_scores
 from regard.models.layouts.shared.rotary import rotary_from_config
 from regard.models.layouts.shared.rows import ROTARY_BUFFER
@@ -26,6 +26,7 @@ def _block(factor: float, mixer: nn.Module, ff: nn.Module, mixer_norm: nn.Module
 
 def _granite(c: Config) -> Plan:
     sizes = read_sizes(c, vocab=32000, dim=4096, layers=32, heads=32)
+    like_layers(c, sizes.layers)
     attention = AttentionPart(
         sizes,
         Projections(bias=c.flag("attention_bias", False)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from regard.mixers.parts import Projections
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.options import layer_masks, read_eps, read_sizes, read_window
+from regard.models.layouts.shared.options import like_layers, read_eps, read_sizes, read_window, window_mask
 from regard.models.layouts.shared.parts import AttentionPart, read_gated, read_scores
 from regard.models.layouts.shared.rotary import rotary_from_config
 from regard.models.layouts.shared.rows import ROTARY_BUFFER
@@ -18,6 +18,7 @@ __all__ = ["LLAMA", "MISTRAL"]
 
 def _llama(c: Config) -> Plan:
     sizes = read_sizes(c, vocab=32000, dim=4096, layers=32, heads=32)
+    like_layers(c, sizes.layers)
     bias = Projections(bias=c.flag("attention_bias", False))
     attention = AttentionPart(sizes, bias, read_scores(c), rotary=rotary_from_config(c, sizes.head_dim))
     ff = replace(read_gated(c, sizes.dim, 11008), bias=c.flag("mlp_bias", False))
@@ -27,11 +28,10 @@ def _llama(c: Config) -> Plan:
 def _mistral(c: Config) -> Plan:
     sizes = read_sizes(c, vocab=32000, dim=4096, layers=32, heads=32, kv_heads=8)
     window = read_window(c, 4096)
-    kind = "full_attention" if window is None else "sliding_attention"
-    mask, *_ = layer_masks(c, sizes.layers, window, lambda i: kind)
-    if any(t != kind for t in c.get("layer_types") or ()):
-        raise c.error("layer_types", c.get("layer_types"), f"{kind} in every layer, as sliding_window={window!r} says")
-    attention = AttentionPart(sizes, scores=read_scores(c), mask=mask, rotary=rotary_from_config(c, sizes.head_dim))
+    like_layers(c, sizes.layers, window)
+    attention = AttentionPart(
+        sizes, scores=read_scores(c), mask=window_mask(window), rotary=rotary_from_config(c, sizes.head_dim)
+    )
     ff = read_gated(c, sizes.dim, 14336)
     return rms_decoder(c, sizes, read_eps(c), [Layer(attention.part(), ff.part())] * sizes.layers)
 

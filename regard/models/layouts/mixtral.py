@@ -5,7 +5,14 @@ from __future__ import annotations
 from regard.models.config import Config
 from regard.models.feedforward import ACTIVATIONS
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.options import read_eps, read_routing, read_sizes, read_window, window_mask
+from regard.models.layouts.shared.options import (
+    like_layers,
+    read_eps,
+    read_routing,
+    read_sizes,
+    read_window,
+    window_mask,
+)
 from regard.models.layouts.shared.parts import NUMBERED, AttentionPart, ExpertsPart, read_scores
 from regard.models.layouts.shared.rotary import rotary_from_config
 from regard.models.layouts.shared.rows import ROTARY_BUFFER
@@ -16,10 +23,12 @@ __all__ = ["MIXTRAL"]
 
 def _mixtral(c: Config) -> Plan:
     sizes = read_sizes(c, vocab=32000, dim=4096, layers=32, heads=32, kv_heads=8)
+    window = read_window(c)
+    like_layers(c, sizes.layers, window)
     attention = AttentionPart(
         sizes,
         scores=read_scores(c),
-        mask=window_mask(read_window(c)),
+        mask=window_mask(window),
         rotary=rotary_from_config(c, sizes.head_dim, base=1e6),
     )
     act = c.name("hidden_act", "silu", ACTIVATIONS)

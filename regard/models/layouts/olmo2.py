@@ -7,7 +7,7 @@ from functools import partial
 from regard.mixers.parts import Projections, RMSNorm
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.options import read_eps, read_sizes
+from regard.models.layouts.shared.options import like_layers, read_eps, read_sizes
 from regard.models.layouts.shared.parts import AttentionPart, read_gated, read_scores
 from regard.models.layouts.shared.rotary import rotary_from_config
 from regard.models.layouts.shared.rows import ROTARY_BUFFER
@@ -18,6 +18,7 @@ __all__ = ["OLMO2"]
 
 def _olmo2(c: Config) -> Plan:
     sizes = read_sizes(c, vocab=50304, dim=4096, layers=32, heads=32)
+    like_layers(c, sizes.layers)
     eps = read_eps(c, 1e-5)
     norm = partial(RMSNorm, eps=eps)
     attention = AttentionPart(

@@ -7,7 +7,7 @@ from functools import partial
 from regard.models.blocks import PreNorm
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.options import read_eps, read_sizes, read_window, window_mask
+from regard.models.layouts.shared.options import like_layers, read_eps, read_sizes, read_window, window_mask
 from regard.models.layouts.shared.parts import AttentionPart, read_gated, read_scores
 from regard.models.layouts.shared.rotary import rotary_from_config
 from regard.models.layouts.shared.rows import ROTARY_BUFFER
@@ -24,10 +24,12 @@ def _phi3(c: Config) -> Plan:
     c.only("interpolate_factor", (1, None))
     c.values.setdefault("original_max_position_embeddings", 4096)
     c.get("original_max_position_embeddings")  # stated even where nothing is scaled
+    window = read_window(c)
+    like_layers(c, sizes.layers, window)
     attention = AttentionPart(
         sizes,
         scores=read_scores(c),
-        mask=window_mask(read_window(c)),
+        mask=window_mask(window),
         rotary=rotary_from_config(c, sizes.head_dim, partial=True, kinds=KINDS),
     )
     ff = read_gated(c, sizes.dim, 8192)

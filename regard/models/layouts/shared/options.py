@@ -16,6 +16,7 @@ __all__ = [
     "attention_reaches",
     "from_zero",
     "kinds_of",
+    "like_layers",
     "layer_masks",
     "qwen_masks",
     "read_eps",
@@ -97,6 +98,12 @@ def attention_reaches(c: Config, layers: int, default: int = 512) -> list[int]:
     if not fine or len(windows) != layers:
         raise c.error("attention_window", given, f"an even number above 0, or a list of {layers} of them, one a layer")
     return [w // 2 for w in windows]
+
+
+def like_layers(c: Config, layers: int, window: int | None = None) -> None:
+    """Refuses ``layer_types`` that say anything but what a family of like layers does under this window."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    kinds_of(c, "layer_types", layers, (kind,), lambda i: kind)
 
 
 def qwen_masks(c: Config, layers: int) -> list[Mask]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,31 +23,45 @@ __all__ = ["PairFactors", "RotaryWithinContext", "rotary_from_config"]
 class RotaryWithinContext(Rotary):
     """A rotary part whose frequencies would change past the trained context, kept within it.
 
-    Up to ``max_positions`` such a checkpoint rotates like any other. Past it all frequencies depend on the current
-    length ("dynamic" scaling's base grows, "longrope" takes other factors), so a sequence read in two calls would
-    differ from the same sequence read in one; that is refused.
+    Up to ``max_positions`` such a checkpoint rotates like any other. Past it all frequencies depend on the length of
+    the text. Those of "dynamic" scaling grow with it, so a sequence read in two calls would differ from the same
+    sequence read in one; that is refused. "longrope" has a second set of factors, `beyond`, for every position of a
+    longer text. It is taken where one call gives such a text whole, positions 0 to T - 1 in every row; a call that
+    continues one, or holds only a part of it, is refused, since earlier keys may have been turned by the first set.
 
     Raises:
-        ValueError: for a position past ``max_positions``, in compiled and exported programs too.
+        ValueError: for a position past ``max_positions``, in compiled and exported programs too; with `beyond`, where
+            a plain eager call does not give the whole text.
     """
 
     max_positions: int = 0
+    beyond: Scaling | None = None
 
     def _form(self, positions: Tensor, dtype: torch.dtype, frequencies: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if positions.numel():
-            if plain_eager(positions):
-                _refuse_past(positions, self.max_positions)
-            else:  # whoever records the call keeps the check with it
+            if not plain_eager(positions):  # whoever records the call keeps the check with it
                 positions = positions + _none_past(positions.detach(), self.max_positions)
+            elif self.beyond is not None and _is_whole(positions) and positions.shape[-1] > self.max_positions:
+                frequencies = self.beyond.frequencies(self.dim, self.base, positions.device)
+            else:
+                _refuse_past(positions, self.max_positions, self.beyond is not None)
         return super()._form(positions, dtype, frequencies)
 
 
-def _refuse_past(positions: Tensor, stop: int) -> None:
+def _is_whole(positions: Tensor) -> bool:
+    """Whether every row is a text from its first token on."""
+    return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+
+
+def _refuse_past(positions: Tensor, stop: int, whole_only: bool = False) -> None:
     last = float(positions.max())
     if last > stop - 1:
+        reason = "rotary scaling depends on how a text is split into calls"
+        if whole_only:
+            reason = "rotary factors are others for all of a text: give it whole, from position 0, in one call"
         raise ValueError(
-            f"positions: expected at most {stop - 1}, got {last:g}: past its trained context, this checkpoint's rotary "
-            "scaling depends on how a text is split into calls"
+            f"positions: expected at most {stop - 1}, got {last:g}: past its trained context, this checkpoint's "
+            f"{reason}"
         )
 
 
@@ -71,7 +86,8 @@ def _(info: object, in_dims: tuple[int | None, None], positions: Tensor, stop: i
 class PairFactors(Scaling):
     """A factor for each pair, by which its frequency is divided, and one on cos and sin.
 
-    LongRoPE's form within the trained context: Ding et al. 2024, arXiv:2402.13753.
+    LongRoPE's form, of which a checkpoint has two: for texts within the trained context, and for longer ones.
+    Source: Ding et al. 2024, arXiv:2402.13753.
 
     >>> PairFactors((1.0, 4.0)).frequencies(4, 10000.0)
     tensor([1.0000, 0.0025], dtype=torch.float64)
@@ -138,29 +154,36 @@ def rotary_from_config(
         raise c.error("head_dim", head_dim, f"a size of which an even number of channels rotates{share}, not {width}")
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise options.error("rope_type", kind, ", ".join(SCALINGS))
-    scaling, limit = SCALINGS[kind](c, options, width)
+    scaling, limit, beyond = SCALINGS[kind](c, options, width)
     options.close()
     if limit is None:
         return _checked(Rotary(width, base=theta, scaling=scaling), where)
-    return _checked(RotaryWithinContext(width, base=theta, scaling=scaling, max_positions=limit), where)
+    if beyond is not None:
+        _checked(Rotary(width, base=theta, scaling=beyond), where)
+    limited = RotaryWithinContext(width, base=theta, scaling=scaling, max_positions=limit, beyond=beyond)
+    return _checked(limited, where)
 
 
-Scaled = tuple[Scaling | None, int | None]
-"""How frequencies are scaled, and past how many positions that would depend on the length of a text."""
+class Scaled(NamedTuple):
+    """How frequencies are scaled; past how many positions that depends on the length of a text; how longer ones are."""
+
+    scaling: Scaling | None = None
+    limit: int | None = None
+    beyond: Scaling | None = None
 
 
 def _default(c: Config, options: Config, width: int) -> Scaled:
     options.positive("factor", None)  # stated even where nothing is scaled
-    return None, None
+    return Scaled()
 
 
 def _linear(c: Config, options: Config, width: int) -> Scaled:
-    return LinearScaling(_needed(options, "factor")), None
+    return Scaled(LinearScaling(_needed(options, "factor")))
 
 
 def _dynamic(c: Config, options: Config, width: int) -> Scaled:
     _needed(options, "factor")
-    return None, c.count("max_position_embeddings", 0)
+    return Scaled(None, c.count("max_position_embeddings", 0))
 
 
 def _llama3(c: Config, options: Config, width: int) -> Scaled:
@@ -170,10 +193,11 @@ def _llama3(c: Config, options: Config, width: int) -> Scaled:
         high_freq_factor=_needed(options, "high_freq_factor"),
         original_max_positions=options.count("original_max_position_embeddings", 0),
     )
-    return scaling, None
+    return Scaled(scaling)
 
 
 def _yarn(c: Config, options: Config, width: int) -> Scaled:
+    options.flag("finetuned", False)  # that the weights were trained with the scaling, which changes nothing
     original = options.count("original_max_position_embeddings", 0)
     scaling = YarnScaling(
         factor=_stretch(c, options, original),
@@ -185,7 +209,7 @@ def _yarn(c: Config, options: Config, width: int) -> Scaled:
         mscale=options.number("mscale", 0.0, least=0.0),
         mscale_all_dim=options.number("mscale_all_dim", 0.0, least=0.0),
     )
-    return scaling, None
+    return Scaled(scaling)
 
 
 def _longrope(c: Config, options: Config, width: int) -> Scaled:
@@ -195,7 +219,9 @@ def _longrope(c: Config, options: Config, width: int) -> Scaled:
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = {name: _pair_factors(options, name, width // 2) for name in ("short_factor", "long_factor")}
     short, long = factors["short_factor"], factors["long_factor"]
-    return PairFactors(short, amplitude), None if short == long else original
+    if short == long:
+        return Scaled(PairFactors(short, amplitude))
+    return Scaled(PairFactors(short, amplitude), original, PairFactors(long, amplitude))
 
 
 def _stretch(c: Config, options: Config, original: int) -> float:

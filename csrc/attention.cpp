@@ -1,5 +1,5 @@
-// Softmax attention of one instruction set. Where the set adds to another one bfloat16 products alone (REGARD_BASE), the
-// rest is that one's, and its table stands here.
+// Softmax attention of one instruction set. Where the set adds to another one bfloat16 products alone (REGARD_BASE),
+// the rest is that one's, and its table stands here.
 #include "bias_gradient.h"
 #include "decode.h"
 #include "kernels.h"

@@ -1,7 +1,9 @@
 // Copies of q, k, v in the layouts that the tile reads, and the memory they lie in.
 #pragma once
-#include <pthread.h>
 #include <stdlib.h>
+#if !defined(__GLIBC__)
+#include <pthread.h>
+#endif
 
 #include "tile.h"
 
@@ -32,29 +34,46 @@ class Arrays {
 };
 
 // One growing block of memory per thread, kept between calls: fresh pages would cost a short call more than its work.
-// A pthread key frees it when the thread ends (a C++ destructor would need the C++ runtime library).
 struct Scratch {
   char *base;
   size_t size;
-  static pthread_key_t key;
 };
-pthread_key_t Scratch::key;
+void release(void *scratch) {
+  free(((Scratch *)scratch)->base);
+  *(Scratch *)scratch = {};
+}
+
+// Has `release` called when this thread ends. C++ would do so by a destructor, which needs the C++ runtime library; in
+// glibc the function behind it is older than the present versions of those for keys, so the library runs on older
+// systems.
+#if defined(__GLIBC__)
+extern "C" int __cxa_thread_atexit_impl(void (*)(void *), void *, void *);
+extern "C" void *__dso_handle;
+bool release_at_end(Scratch *scratch) { return !__cxa_thread_atexit_impl(release, scratch, &__dso_handle); }
+#else
+bool release_at_end(Scratch *scratch) {
+  static pthread_key_t key;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, [] { pthread_key_create(&key, release); });
+  return !pthread_setspecific(key, scratch);
+}
+#endif
 
 // Lays out this thread's block: `take(arrays)` takes what it needs, in the same order each time it is called.
 template <class Take>
 bool reserve(const Take &take) {
   static thread_local Scratch scratch;
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
   Arrays count(nullptr);
   take(count);
   if (count.used() > scratch.size) {
-    pthread_once(&once, [] { pthread_key_create(&Scratch::key, free); });
+    if (!scratch.base && !release_at_end(&scratch)) return false;
     free(scratch.base);
     scratch.size = round_up(count.used(), 1 << 16);
     scratch.base = (char *)aligned_alloc(4096, scratch.size);
-    if (!scratch.base) scratch.size = 0;
-    pthread_setspecific(Scratch::key, scratch.base);
-    if (!scratch.base) return false;
+    if (!scratch.base) {
+      scratch.size = 0;
+      return false;
+    }
   }
   Arrays arrays(scratch.base);
   take(arrays);

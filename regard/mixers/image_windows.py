@@ -93,11 +93,12 @@ class ShiftedWindowAttention(nn.Module):
         dim: width of the tokens.
         heads: heads H.
         window: side M of the windows.
-        shift: by how many tokens the windows are shifted; 0 for none. A side that is not longer than the window is one
-            window, and is not shifted.
+        shift: by how many tokens the windows are shifted; 0 for none.
         places: makes the bias: ``places(heads)``; `PlaceTable` of the window by default.
         cosine: Swin v2's scores, with a learned scale per head and no bias of the keys' projection.
         bias: biases of q, k and v.
+        shrinks: an image with a side that is not longer than the window is cut into windows of its shorter side, without
+            a shift, as Swin's released code does; otherwise it is padded to whole windows like any other.
 
     Parameters: ``q_proj k_proj v_proj o_proj``, ``places.*``, ``logit_scale`` (H). An image that windows do not divide
     is padded with zeros on the right and below; as in the released code the padding is read like other tokens (it
@@ -119,6 +120,7 @@ class ShiftedWindowAttention(nn.Module):
         places: Any = None,
         cosine: bool = False,
         bias: bool = True,
+        shrinks: bool = True,
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.window = whole("dim", dim, 1), whole("heads", heads, 1), whole("window", window, 1)
@@ -126,7 +128,7 @@ class ShiftedWindowAttention(nn.Module):
             raise ValueError(f"heads: expected a divisor of dim={dim}, got {heads}")
         if not 0 <= whole("shift", shift, 0) < window:
             raise ValueError(f"shift: expected 0 to {window - 1}, got {shift}")
-        self.shift, self.cosine = shift, cosine
+        self.shift, self.cosine, self.shrinks = shift, cosine, shrinks
         if places is None:
             self.places: nn.Module = PlaceTable(heads, (window, window))
         else:
@@ -161,7 +163,7 @@ class ShiftedWindowAttention(nn.Module):
         is_dense("x", x)
         check_dtype(self, "x", x)
         least = min(x.shape[1:3])
-        if least <= self.window:  # as published: both sides, by the shorter one
+        if self.shrinks and least <= self.window:  # as published: both sides, by the shorter one
             return (max(least, 1), max(least, 1)), (0, 0)
         return (self.window, self.window), (self.shift, self.shift)
 

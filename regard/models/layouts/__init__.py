@@ -33,6 +33,7 @@ from regard.models.layouts.qwen2 import QWEN2
 from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
+from regard.models.layouts.swin import SWIN, SWINV2
 
 __all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
 
@@ -67,6 +68,8 @@ LAYOUTS: dict[str, Layout] = {
         QWEN3,
         QWEN3_NEXT,
         RECURRENT_GEMMA,
+        SWIN,
+        SWINV2,
     )
 }
 """Every family that can be loaded, by its ``model_type``."""

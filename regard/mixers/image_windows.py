@@ -97,8 +97,8 @@ class ShiftedWindowAttention(nn.Module):
         places: makes the bias: ``places(heads)``; `PlaceTable` of the window by default.
         cosine: Swin v2's scores, with a learned scale per head and no bias of the keys' projection.
         bias: biases of q, k and v.
-        shrinks: an image with a side that is not longer than the window is cut into windows of its shorter side, without
-            a shift, as Swin's released code does; otherwise it is padded to whole windows like any other.
+        shrinks: an image with a side that is not longer than the window is cut into windows of its shorter side,
+            without a shift, as Swin's released code does; otherwise it is padded to whole windows like any other.
 
     Parameters: ``q_proj k_proj v_proj o_proj``, ``places.*``, ``logit_scale`` (H). An image that windows do not divide
     is padded with zeros on the right and below; as in the released code the padding is read like other tokens (it

@@ -210,7 +210,7 @@ def test_images_that_do_not_fit():
         model(torch.ones(1, 1, 8, 8))
     with pytest.raises(ValueError, match="images: expected"):
         model(torch.ones(1, 3, 0, 8))
-    with pytest.raises(TypeError, match="images: expected torch.float32"):
+    with pytest.raises(TypeError, match=r"images: expected torch\.float32"):
         model(torch.ones(1, 3, 8, 8, dtype=torch.float64))
 
 

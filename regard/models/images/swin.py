@@ -58,7 +58,7 @@ class SwinBlock(PreNorm):
 
 
 class SwinV2Block(SwinBlock):
-    """``x + norm(mixer(x))``, then ``x + norm(ff(x))``: norms behind the branches keep their sizes alike in deep models."""
+    """``x + norm(mixer(x))``, then ``x + norm(ff(x))``: norms behind the branches keep deep models steady."""
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
         x = x + self._skip(self.mixer_norm(self._drop(self.mixer(x, **call), self.mixer_dropout)))
@@ -96,7 +96,7 @@ class PatchMerging(nn.Module):
 
 
 class GridPlaces(nn.Module):
-    """A learned vector for every place of a grid, ``weight (height, width, dim)``; other sizes by bicubic interpolation.
+    """A learned vector for every place of a grid, ``weight (height, width, dim)``; bicubic for other sizes.
 
     >>> GridPlaces((4, 4), 8)((6, 3)).shape
     torch.Size([6, 3, 8])
@@ -150,7 +150,7 @@ class PatchGrid(nn.Module):
             raise ValueError(f"images: expected (B, {channels}, height, width), got {describe(images)}")
         is_dense("images", images)
         dtype = floating(self.proj, self).dtype
-        if images.dtype != dtype:
+        if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
             raise TypeError(f"images: expected {dtype}, as the model's parameters, got {images.dtype}")
         images = F.pad(images, (0, -images.shape[3] % columns, 0, -images.shape[2] % rows))
         x: Tensor = self.norm(self.proj(images).permute(0, 2, 3, 1))

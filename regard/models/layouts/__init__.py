@@ -15,6 +15,7 @@ from regard.models.layouts.bloom import BLOOM
 from regard.models.layouts.catalogue import CATALOGUE
 from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
 from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from regard.models.layouts.detr import DETR_LAYOUT
 from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
 from regard.models.layouts.gpt_oss import GPT_OSS
@@ -48,6 +49,7 @@ LAYOUTS: dict[str, Layout] = {
         CATALOGUE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DETR_LAYOUT,
         FALCON,
         GEMMA2,
         GPT_OSS,

@@ -41,7 +41,7 @@ REST = {
     "layernorm_after": "ff_norm",
 }
 HIDDEN = "pre-training by hidden patches; the model ends at the classes"
-# What an encoder-decoder for hidden patches cuts, and which maps a backbone hands out: `SwinTransformer.maps` gives all.
+# What a decoder of hidden patches cuts, and which maps a backbone hands out: `SwinTransformer.maps` gives all.
 INERT = frozenset({"encoder_stride", "out_features", "out_indices", "stage_names", "use_mask_token"})
 
 
@@ -103,7 +103,7 @@ def _plan(
     mixer: Callable[[int, int, bool], nn.Module],
     table: Callable[[int], list[Row]],
 ) -> Plan:
-    """The whole model; `mixer(stage, number in it, bias)` and `table(stage)`, the rows of a mixer, are the version's."""
+    """The whole model; `mixer(stage, number in it, bias)` and `table(stage)`, a mixer's rows, are the version's."""
     second = prefix == "swinv2."
     eps, biased = read_eps(c, 1e-5, "layer_norm_eps"), c.flag("qkv_bias", True)
     act, dropout = c.name("hidden_act", "gelu", ACTIVATIONS), c.dropout("hidden_dropout_prob", 0.0)

@@ -231,6 +231,7 @@ class SwinTransformer(Model):
         """The map of every stage before it is merged, as a detector or a segmenter reads them."""
         x, maps = self.embedding(images), []
         for stage in self.stages:
+            assert isinstance(stage, SwinStage)
             x = stage(x)
             maps.append(x)
             if stage.merge is not None:

@@ -218,6 +218,7 @@ class GridAttention(nn.Module):
         heads: heads H.
         size: (height, width) that the table of places is made for; other sizes resize it.
         places: makes the bias from `heads`; a `PlaceTable` of `size` by default.
+        in_dim: width of the tokens that come in, where it is another; those that go out are `dim` wide.
 
     Parameters: ``q_proj k_proj v_proj o_proj``, ``places.*``. Raises ValueError and TypeError for tensors that do not
     fit. Cost 4 (height width)^2 dim FLOPs. (Dai et al. 2021, arXiv:2106.04803, equation 3.)
@@ -226,22 +227,25 @@ class GridAttention(nn.Module):
     torch.Size([2, 7, 7, 16])
     """
 
-    def __init__(self, dim: int, heads: int, size: tuple[int, int], *, places: Any = None) -> None:
+    def __init__(
+        self, dim: int, heads: int, size: tuple[int, int], *, places: Any = None, in_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        self.in_dim = dim if in_dim is None else whole("in_dim", in_dim, 1)
         if dim % heads:
             raise ValueError(f"heads: expected a divisor of dim={dim}, got {heads}")
         if places is not None:
             is_factory("places", places)
         self.places: nn.Module = PlaceTable(heads, size) if places is None else places(heads)
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(self.in_dim, dim) for _ in range(3))
         self.o_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixed grid (B, height, width, dim)."""
         q, k, v, bias = self._read(x)
         mixed = attention(q, k, v, bias=bias).transpose(1, 2).flatten(2)
-        y: Tensor = self.o_proj(mixed.view(x.shape))
+        y: Tensor = self.o_proj(mixed.view(*x.shape[:3], self.dim))
         return y
 
     def mixing(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,8 +254,8 @@ class GridAttention(nn.Module):
         return attention_weights(q, k, v, bias=bias)[1], v
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Bias]:
-        if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[3] != self.dim:
-            raise ValueError(f"x: expected (B, height, width, {self.dim}), got {describe(x)}")
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[3] != self.in_dim:
+            raise ValueError(f"x: expected (B, height, width, {self.in_dim}), got {describe(x)}")
         is_dense("x", x)
         check_dtype(self, "x", x)
         flat = x.flatten(1, 2)

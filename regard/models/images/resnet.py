@@ -50,6 +50,15 @@ class FrozenBatchNorm(nn.Module):
         return x * scale[:, None, None].to(x.dtype) + shift[:, None, None].to(x.dtype)
 
 
+class ReluConv(nn.Conv2d):
+    """A convolution in front of a ReLU: its start keeps the size of gradients (He et al. 2015, arXiv:1502.01852)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class ConvNorm(nn.Module):
     """``act(norm(conv(x)))``; the convolution has no bias and keeps the size, but for its stride."""
 
@@ -65,7 +74,7 @@ class ConvNorm(nn.Module):
     ) -> None:
         super().__init__()
         padding = kernel // 2 * dilation
-        self.conv = nn.Conv2d(*channels, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
+        self.conv = ReluConv(*channels, kernel, stride=stride, padding=padding, dilation=dilation, bias=False)
         self.norm = norm(channels[1])
         self.act = act
 

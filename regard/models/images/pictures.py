@@ -1,6 +1,6 @@
 """Pictures as tensors, as detectors were trained: sides scaled, colours normalised, a batch padded and its pixels kept.
 
-    x = (colour factor - mean) / std,  shorter side = shortest edge, unless the longer one would pass the longest edge
+x = (colour factor - mean) / std,  shorter side = shortest edge, unless the longer one would pass the longest edge
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def pillow() -> Any:
     try:
         import PIL.Image
     except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(
-            "pictures need the package pillow: pip install 'regard[images]'", name="PIL"
-        ) from e
+        raise ModuleNotFoundError("pictures need the package pillow: pip install 'regard[images]'", name="PIL") from e
     return PIL.Image
 
 

@@ -1,9 +1,9 @@
 """Train a small DETR to find drawn shapes: boxes and names as a set, without anchors and without sorting out doubles.
 
     python examples/shapes.py --seconds 150 --output shapes.png --save shapes
-    regard detect shapes.png --model shapes
+    regard detect shapes/example.png --model shapes --output found.png
 
-It needs 'regard[models,images]'. The drawing shows what is found in pictures that were not trained on.
+It needs 'regard[cli,images]'. The drawing shows what is found in pictures that were not trained on.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--output", type=Path, default=None, help="a .png with boxes drawn")
-    parser.add_argument("--save", type=Path, default=None, help="a folder for regard detect")
+    parser.add_argument("--save", type=Path, default=None, help="a folder for the model, and a picture to try it on")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     rng, model = random.Random(0), from_config(OPTIONS)
@@ -140,6 +140,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
         sheet.resize((16 * SIDE, 8 * SIDE), Image.Resampling.NEAREST).save(options.output)
     if options.save is not None:
         model.save(options.save)
+        picture(rng)[0].save(options.save / "example.png")
         (options.save / "preprocessor_config.json").write_text(json.dumps(PREPROCESSING, indent=2) + "\n")
     return iou, named
 

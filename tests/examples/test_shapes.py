@@ -46,7 +46,7 @@ def test_it_runs_draws_and_saves(example, tmp_path, capsys):
     assert "after 2 steps" in capsys.readouterr().out
     from regard.cli import main
 
-    assert main(["detect", str(drawing), "--model", str(folder), "--threshold", "0", "--json"]) == 0
+    assert main(["detect", str(folder / "example.png"), "--model", str(folder), "--threshold", "0", "--json"]) == 0
     assert {row["label"] for row in json.loads(capsys.readouterr().out)} <= set(example.NAMES)
 
 

@@ -1,5 +1,31 @@
-"""Models of images: classifiers and detectors."""
+"""Models of images: classifiers and detectors, the loss of a set of detections, pictures in and objects out."""
 
+from regard.models.images.coatnet import COATNETS, CoAtNet, CoAtNetShape
+from regard.models.images.detecting import Found, detect, draw, found_in
+from regard.models.images.detr import DETR
+from regard.models.images.matching import Detections, Objects, SetLoss, SetLosses, Weights
+from regard.models.images.pictures import Preprocessing, open_picture
+from regard.models.images.resnet import RESNETS, ResNet, ResNetShape
 from regard.models.images.swin import SwinTransformer
 
-__all__ = ["SwinTransformer"]
+__all__ = [
+    "COATNETS",
+    "DETR",
+    "RESNETS",
+    "CoAtNet",
+    "CoAtNetShape",
+    "Detections",
+    "Found",
+    "Objects",
+    "Preprocessing",
+    "ResNet",
+    "ResNetShape",
+    "SetLoss",
+    "SetLosses",
+    "SwinTransformer",
+    "Weights",
+    "detect",
+    "draw",
+    "found_in",
+    "open_picture",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -100,7 +101,7 @@ def class_names(config: Mapping[str, object], number: int) -> dict[int, str]:
 
 
 def draw(image: Image, found: Sequence[Found]) -> Image:
-    """A copy of a picture with boxes, each with its name and score; a colour for each name."""
+    """A copy of a picture with boxes, each with its name and score, in a colour that follows from the name."""
     from regard.models.images.pictures import pillow
 
     if not hasattr(image, "convert"):
@@ -110,10 +111,9 @@ def draw(image: Image, found: Sequence[Found]) -> Image:
 
     copy = image.convert("RGB")
     pen = ImageDraw.Draw(copy)
-    names = sorted({one.label for one in found})
     width = max(1, round(min(copy.size) / 200))
     for one in reversed(found):  # the surest lie on top
-        colour = COLOURS[names.index(one.label) % len(COLOURS)]
+        colour = COLOURS[crc32(one.label.encode()) % len(COLOURS)]  # the same in every picture
         pen.rectangle(one.box, outline=colour, width=width)
         text, (left, top) = f"{one.label} {one.score:.2f}", one.box[:2]
         size = max(10, round(min(copy.size) / 40))

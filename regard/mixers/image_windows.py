@@ -49,7 +49,7 @@ class PlaceTable(nn.Module):
 
     def reset_parameters(self) -> None:
         """Starts the table anew, from N(0, 0.02^2) as published."""
-        nn.init.trunc_normal_(self.table, std=0.02)
+        nn.init.normal_(self.table, std=0.02)
 
     def forward(self, size: tuple[int, int]) -> Bias:
         if size == self.size:
@@ -174,7 +174,8 @@ class ShiftedWindowAttention(nn.Module):
         if any(shifts):
             x = x.roll((-shifts[0], -shifts[1]), (1, 2))
         rows, columns = x.shape[1] // high, x.shape[2] // wide
-        windows = x.view(batch, rows, high, columns, wide, -1).transpose(2, 3).reshape(-1, high * wide, self.dim)
+        windows = x.view(batch, rows, high, columns, wide, self.dim).transpose(2, 3)
+        windows = windows.reshape(batch * rows * columns, high * wide, self.dim)
         q, k, v = (split_heads(proj(windows), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         options: dict[str, Any] = {"bias": self.places((high, wide)), "mask": self._regions(x, (high, wide), shifts)}
         if self.logit_scale is not None:
@@ -200,7 +201,7 @@ class ShiftedWindowAttention(nn.Module):
 
     def _image(self, mixed: Tensor, x: Tensor, back: tuple[int, ...]) -> Tensor:
         rows, columns, high, wide, down, right = back
-        image = mixed.view(-1, rows, columns, high, wide, self.dim).transpose(2, 3)
+        image = mixed.view(x.shape[0], rows, columns, high, wide, self.dim).transpose(2, 3)
         image = image.reshape(x.shape[0], rows * high, columns * wide, self.dim)
         if down or right:
             image = image.roll((down, right), (1, 2))

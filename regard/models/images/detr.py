@@ -150,15 +150,16 @@ class LearnedPlaces(nn.Module):
         super().__init__()
         if dim % 2:
             raise ValueError(f"dim: expected an even number, got {dim}")
+        self.most = whole("most", most, 1)
         self.rows, self.columns = nn.Embedding(most, dim // 2), nn.Embedding(most, dim // 2)
 
     def forward(self, real: Tensor, dtype: torch.dtype) -> Tensor:
         batch, height, width = real.shape
-        most = self.rows.num_embeddings
-        if max(height, width) > most:
-            raise ValueError(f"images: expected a map of at most {most} by {most} places, got {height} by {width}")
-        columns = self.columns.weight[:width].expand(height, -1, -1)
-        rows = self.rows.weight[:height, None].expand(-1, width, -1)
+        if max(height, width) > self.most:
+            most = f"{self.most} by {self.most}"
+            raise ValueError(f"images: expected a map of at most {most} places, got {height} by {width}")
+        columns = self.columns(torch.arange(width, device=real.device)).expand(height, -1, -1)
+        rows = self.rows(torch.arange(height, device=real.device))[:, None].expand(-1, width, -1)
         return torch.cat([columns, rows], -1).expand(batch, -1, -1, -1)
 
 
@@ -226,7 +227,8 @@ class DETR(Model):
         self.backbone, self.neck, self.places = backbone, neck, places
         self.encoder = nn.ModuleList([make(i) for i, make in enumerate(encoder)])
         self.decoder = nn.ModuleList([make(i) for i, make in enumerate(decoder)])
-        self.queries = nn.Embedding(whole("queries", queries, 1), dim)
+        self.number = whole("queries", queries, 1)
+        self.queries = nn.Embedding(queries, dim)
         self.norm = nn.LayerNorm(dim)
         self.class_head = nn.Linear(dim, whole("classes", classes, 1) + 1)
         self.box_head = BoxHead(dim)
@@ -266,7 +268,8 @@ class DETR(Model):
         x, seen = features.flatten(2).transpose(1, 2), None if keep is None else real.flatten(1)
         for layer in self.encoder:
             x = layer(x, places=places, keep=seen)
-        queries, y, found = self.queries.weight, x.new_zeros(batch, self.queries.num_embeddings, x.shape[2]), []
+        queries = self.queries(torch.arange(self.number, device=x.device))
+        y, found = torch.zeros_like(queries).expand(batch, -1, -1), []
         for layer in self.decoder:
             y = layer(y, x, queries=queries, places=places, keep=seen)
             if self.norm_between:

@@ -108,7 +108,7 @@ class GridPlaces(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, size: tuple[int, int]) -> Tensor:
         if size == tuple(self.weight.shape[:2]):

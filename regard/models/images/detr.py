@@ -61,6 +61,7 @@ class PlacedAttention(nn.Module):
         places: Tensor | None = None,
         context_places: Tensor | None = None,
         keep: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> Tensor:
         """The mixed tokens.
 
@@ -69,6 +70,7 @@ class PlacedAttention(nn.Module):
             places: of x, which broadcasts to it.
             context_places: of the context; x's by default where x is the context.
             keep: bool ``(B, S)``, which tokens of the context are real.
+            grid: the map's (height, width), which layers that sample it need, and this one does not.
         """
         asks = x if places is None else x + places
         if context is None:
@@ -93,7 +95,7 @@ class QueryBlock(nn.Module):
 
     Args:
         self_mixer: a `PlacedAttention` among queries.
-        cross_mixer: one that reads the context.
+        cross_mixer: one that reads the context, or a guided `DeformableAttention`.
         ff: the feed-forward part.
         norms: of the three, in this order.
         dropout: of what each part adds, in training.
@@ -114,10 +116,17 @@ class QueryBlock(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self, y: Tensor, context: Tensor, *, queries: Tensor, places: Tensor | None, keep: Tensor | None
+        self,
+        y: Tensor,
+        context: Tensor,
+        *,
+        queries: Tensor,
+        places: Tensor | None = None,
+        keep: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> Tensor:
         y = self.self_norm(y + self._drop(self.self_mixer(y, places=queries)))
-        crossed = self.cross_mixer(y, context, places=queries, context_places=places, keep=keep)
+        crossed = self.cross_mixer(y, context, places=queries, context_places=places, keep=keep, grid=grid)
         y = self.cross_norm(y + self._drop(crossed))
         out: Tensor = self.ff_norm(y + self._drop(self.ff(y)))
         return out
@@ -183,7 +192,8 @@ class DETR(Model):
         backbone: from images to a map ``(B, C, height, width)``.
         neck: a convolution from C to ``dim`` channels.
         places: a `SinePlaces` or `LearnedPlaces` of ``dim``.
-        encoder: one factory a layer, called with its number; `regard.models.PostNorm` round a `PlacedAttention`.
+        encoder: one factory a layer, called with its number; `regard.models.PostNorm` round a `PlacedAttention` or a
+            `DeformableAttention`.
         decoder: the same, of `QueryBlock`.
         queries: how many objects are found at most.
         classes: how many there are, without "no object".
@@ -261,17 +271,18 @@ class DETR(Model):
         self._check(images, keep)
         features = self.neck(self.backbone(images))
         batch, _, *size = features.shape
+        grid = (size[0], size[1])
         real = torch.ones(batch, *size, dtype=torch.bool, device=images.device)
         if keep is not None:  # the pixel that each place of the map begins with
             real = F.interpolate(keep[None].float(), size, mode="nearest")[0] > 0
         places = self.places(real, features.dtype).flatten(1, 2)
         x, seen = features.flatten(2).transpose(1, 2), None if keep is None else real.flatten(1)
         for layer in self.encoder:
-            x = layer(x, places=places, keep=seen)
+            x = layer(x, places=places, keep=seen, grid=grid)
         queries = self.queries(torch.arange(self.number, device=x.device))
         y, found = torch.zeros_like(queries).expand(batch, -1, -1), []
         for layer in self.decoder:
-            y = layer(y, x, queries=queries, places=places, keep=seen)
+            y = layer(y, x, queries=queries, places=places, keep=seen, grid=grid)
             if self.norm_between:
                 y = self.norm(y)
             found.append(self.norm(y))

@@ -88,6 +88,12 @@ def test_a_convolution_block_is_the_formula():
     torch.testing.assert_close(block(x), y + block.shortcut.proj(F.avg_pool2d(x, 2)))
 
 
+def test_an_odd_edge_is_the_mean_of_the_pixels_that_are_there():
+    block = ConvolutionBlock(4, 4, halves=True)
+    short = block.shortcut(torch.arange(9.0).view(1, 1, 3, 3).expand(1, 4, 3, 3))
+    assert short[0, 0].tolist() == [[2, 3.5], [6.5, 8]]
+
+
 def test_squeezed_channels_are_weighed_by_the_whole_map():
     part = SqueezeExcite(6, 2)
     x = drawn(2, 6, 3, 5)

@@ -165,6 +165,23 @@ def test_published_parameter_counts(options, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
+def test_the_options_of_the_first_release_are_all_understood():
+    """As the released folder of the detector with a ResNet-50 states them."""
+    options = {"model_type": "detr", "architectures": ["DetrForObjectDetection"], "activation_dropout": 0.0}
+    options |= {"activation_function": "relu", "attention_dropout": 0.0, "auxiliary_loss": False, "d_model": 256}
+    options |= {"backbone": "resnet50", "backbone_config": None, "use_timm_backbone": True, "dilation": False}
+    options |= {"backbone_kwargs": {"in_chans": 3, "out_indices": [1, 2, 3, 4]}, "use_pretrained_backbone": True}
+    options |= {"bbox_cost": 5, "bbox_loss_coefficient": 5, "class_cost": 1, "classifier_dropout": 0.0, "giou_cost": 2}
+    options |= {f"{stack}_{part}": n for stack in ("encoder", "decoder") for part, n in
+                (("attention_heads", 8), ("ffn_dim", 2048), ("layerdrop", 0.0), ("layers", 6))}  # fmt: skip
+    options |= {"dice_loss_coefficient": 1, "dropout": 0.1, "eos_coefficient": 0.1, "giou_loss_coefficient": 2}
+    options |= {"id2label": COCO, "init_std": 0.02, "init_xavier_std": 1.0, "is_encoder_decoder": True}
+    options |= {"mask_loss_coefficient": 1, "max_position_embeddings": 1024, "num_channels": 3, "num_hidden_layers": 6}
+    options |= {"num_queries": 100, "position_embedding_type": "sine", "scale_embedding": False}
+    model = from_config(options, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == 41_524_768
+
+
 @pytest.mark.parametrize("depths", [[3, 4, 6, 3], [3, 4, 23, 3]])
 def test_as_many_parameters_as_transformers(depths):
     backbone = transformers.ResNetConfig(depths=depths, out_features=["stage4"])
@@ -311,6 +328,9 @@ def test_boxes_in_pixels():
         ({"backbone_config": {"model_type": "resnet", "out_features": ["stage3"]}}, "out_features: expected a list"),
         ({"backbone_config": {"model_type": "resnet"}, "dilation": True}, "dilation: expected false"),
         ({"backbone_kwargs": {"drop_rate": 0.5}}, "backbone_kwargs: unknown option drop_rate"),
+        ({"backbone_kwargs": {"in_chans": 1}}, "backbone_kwargs: in_chans: expected 3"),
+        ({"backbone_kwargs": {"output_stride": 16}}, "output_stride: expected 32"),
+        ({"backbone_kwargs": {"out_indices": [1, 2]}}, "out_indices: expected the last stage's map"),
         ({"encoder_attention_heads": 7}, "encoder_attention_heads: expected a divisor of d_model=256, got 7"),
         (
             {"d_model": 6, "encoder_attention_heads": 1, "decoder_attention_heads": 1},

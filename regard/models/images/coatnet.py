@@ -39,7 +39,7 @@ class SqueezeExcite(nn.Module):
 
 def _halve() -> nn.Module:
     """Means of 2 × 2; at the edge of an odd side, of the pixels that are there."""
-    return nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False)
+    return nn.AvgPool2d(2, ceil_mode=True)
 
 
 class Shortcut(nn.Module):

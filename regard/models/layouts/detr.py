@@ -95,7 +95,10 @@ def _backbone(c: Config) -> _Named:
     """The backbone that the options state, in any of the ways that released files do."""
     dilated, channels = c.flag("dilation", False), c.count("num_channels", 3)
     given, name = c.table("backbone_config"), c.get("backbone")
-    by_timm, more = c.flag("use_timm_backbone", not given), c.table("backbone_kwargs")
+    by_timm, more = (
+        c.flag("use_timm_backbone", not given),
+        Config(c.table("backbone_kwargs"), f"{c.source}: backbone_kwargs"),
+    )
     options = Config(given, f"{c.source}: backbone_config", most=c.most)
     kind = options.name("model_type", "timm_backbone" if by_timm else "resnet", ("resnet", "timm_backbone"))
     if kind == "resnet":
@@ -103,6 +106,7 @@ def _backbone(c: Config) -> _Named:
             raise c.error("backbone", name, "null beside a backbone_config")
         if dilated:
             raise c.error("dilation", dilated, "false, for only timm's backbones are dilated")
+        more.close()
         shape = _resnet(options)
         options.close(("stage_names", "out_indices", "chunk_size_feed_forward"))
         return _Named(shape, timm=False)
@@ -110,11 +114,12 @@ def _backbone(c: Config) -> _Named:
         raise c.error("backbone", name, f"{options.get('backbone')!r}, as backbone_config says")
     name = options.name("backbone", "resnet50" if name is None else name, RESNETS)
     options.only("features_only", (True, None), "maps, not classes")
-    options.only("num_channels", (channels, None))
-    stride = 16 if dilated else 32
-    options.only("output_stride", (stride, None), "16 with dilation")
-    Config(more, f"{c.source}: backbone_kwargs").close(("out_indices", "in_chans", "num_channels", "output_stride"))
-    _last(options, "out_indices", ([4], [1, 2, 3, 4], (4,), (1, 2, 3, 4)))
+    for one in (options, more):
+        one.only("num_channels", (channels, None))
+        one.only("in_chans", (channels, None))
+        one.only("output_stride", (16 if dilated else 32, None), "16 with dilation, 32 without")
+        _last(one, "out_indices", ([4], [1, 2, 3, 4], (4,), (1, 2, 3, 4)))
+    more.close()
     options.close(("stage_names", "out_features", "use_pretrained_backbone", "freeze_batch_norm_2d"))
     shape = replace(RESNETS[name], channels=channels)
     if dilated:

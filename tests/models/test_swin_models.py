@@ -220,3 +220,18 @@ def test_more_layers_than_the_file_has_room_for(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "depths": [2, 10**8]}))
     with pytest.raises(CheckpointError, match="depths: expected at most"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["swin", "swinv2"])
+def test_a_few_images_are_learnt(kind):
+    torch.manual_seed(0)
+    options = {k: v for k, v in SMALL.items() if k != "num_labels"}
+    model = from_config({"model_type": kind, **options, "id2label": dict(enumerate("abcd")), "drop_path_rate": 0.0})
+    x, labels = torch.randn(4, 3, 24, 24), torch.arange(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(40):
+        loss = torch.nn.functional.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.1

@@ -293,7 +293,7 @@ def image_positions(
     for axis in (1, 2):
         count = real.to(exact).cumsum(axis)
         whole_line = count.narrow(axis, real.shape[axis] - 1, 1) if real.shape[axis] else count
-        parts.append(sinusoidal(count / (whole_line + 1e-6) * (2 * math.pi), features, base=base, style="interleaved"))
+        parts.append(sinusoidal(count / (whole_line + 1e-6) * (2 * math.pi), features, base=base, dtype=exact))
     return torch.cat(parts, -1).to(dtype)
 
 

@@ -42,6 +42,7 @@ TOP = 8
 # Modules that are imported inside functions alone: the command line's own, by its `main`, and the templates' sandbox.
 ALLOWED_AT_IMPORT = {
     "regard.cli.commands": {"typer", "rich"},
+    "regard.cli.detecting": {"rich"},
     "regard.cli.generating": {"rich"},
     "regard.cli.planning": {"rich"},
     "regard.models.chat_sandbox": {"jinja2"},

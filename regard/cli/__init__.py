@@ -1,4 +1,4 @@
-"""The command line: `regard generate`, `regard list`, `regard explain`, `regard plan`.
+"""The command line: `regard generate`, `regard detect`, `regard list`, `regard explain`, `regard plan`.
 
 A user's mistake is one line on stderr and exit code 2; anything else that goes wrong is a bug and shows its traceback.
 torch is imported by the commands that compute, so `regard --help` answers at once.
@@ -37,6 +37,8 @@ def _mistake(error: Exception) -> str | None:
 
     if hasattr(error, "format_message"):  # an unknown option, a missing argument: the parser's own errors
         return f"{error.format_message().rstrip('.')}. Try `regard --help`."
+    if isinstance(error, ModuleNotFoundError) and "pip install" in str(error):  # it names the extra itself
+        return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] != "regard":
         return f"this needs the package {error.name}: pip install 'regard[cli]'"
     if isinstance(error, RegardError | ValueError | TypeError | OSError):

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do stands in generating.py, explaining.py and planning.py."""
+"""The commands and their options. What they do stands in generating.py, detecting.py, explaining.py and planning.py."""
 
 from __future__ import annotations
 
@@ -89,6 +89,23 @@ def generate(
             report=report,
         )
     )
+
+
+@app.command()
+def detect(
+    images: Annotated[list[Path], typer.Argument(help="Pictures: PNG, JPEG, and what else Pillow reads.")],
+    model: Annotated[Path, typer.Option(help="A folder of a detector (model_type detr).")],
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Show what is surer than this.")] = 0.7,
+    output: Annotated[
+        Path | None, typer.Option(help="Draw boxes into this .png; of several pictures, into this folder.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Find objects in pictures: what each is, how sure that is, and where it is in pixels."""
+    from regard.cli.detecting import DetectRequest, run
+
+    run(DetectRequest(images, model, threshold, output, threads, as_json))
 
 
 @app.command("list")

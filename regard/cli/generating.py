@@ -77,7 +77,7 @@ def run(request: Generation) -> None:
             dtype = None if request.dtype is None else getattr(torch, request.dtype)
             model: Any = load(path, dtype=dtype, progress=progress)
         if not hasattr(model, "init_cache"):
-            raise ValueError(f"{path} holds a {type(model).__name__}, which reads texts but does not continue them")
+            raise ValueError(f"{path} holds a {type(model).__name__}, which does not continue texts")
         prompt: str | list[int] = request.prompt
         ends = model.end_ids
         if request.chat:

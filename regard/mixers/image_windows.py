@@ -49,7 +49,7 @@ class PlaceTable(nn.Module):
 
     def reset_parameters(self) -> None:
         """Starts the table anew, from N(0, 0.02^2) as published."""
-        nn.init.trunc_normal_(self.table, std=0.02)
+        nn.init.normal_(self.table, std=0.02)
 
     def forward(self, size: tuple[int, int]) -> Bias:
         if size == self.size:
@@ -93,11 +93,12 @@ class ShiftedWindowAttention(nn.Module):
         dim: width of the tokens.
         heads: heads H.
         window: side M of the windows.
-        shift: by how many tokens the windows are shifted; 0 for none. A side that is not longer than the window is one
-            window, and is not shifted.
+        shift: by how many tokens the windows are shifted; 0 for none.
         places: makes the bias: ``places(heads)``; `PlaceTable` of the window by default.
         cosine: Swin v2's scores, with a learned scale per head and no bias of the keys' projection.
         bias: biases of q, k and v.
+        shrinks: an image with a side that is not longer than the window is cut into windows of its shorter side,
+            without a shift, as Swin's released code does; otherwise it is padded to whole windows like any other.
 
     Parameters: ``q_proj k_proj v_proj o_proj``, ``places.*``, ``logit_scale`` (H). An image that windows do not divide
     is padded with zeros on the right and below; as in the released code the padding is read like other tokens (it
@@ -119,6 +120,7 @@ class ShiftedWindowAttention(nn.Module):
         places: Any = None,
         cosine: bool = False,
         bias: bool = True,
+        shrinks: bool = True,
     ) -> None:
         super().__init__()
         self.dim, self.heads, self.window = whole("dim", dim, 1), whole("heads", heads, 1), whole("window", window, 1)
@@ -126,7 +128,7 @@ class ShiftedWindowAttention(nn.Module):
             raise ValueError(f"heads: expected a divisor of dim={dim}, got {heads}")
         if not 0 <= whole("shift", shift, 0) < window:
             raise ValueError(f"shift: expected 0 to {window - 1}, got {shift}")
-        self.shift, self.cosine = shift, cosine
+        self.shift, self.cosine, self.shrinks = shift, cosine, shrinks
         if places is None:
             self.places: nn.Module = PlaceTable(heads, (window, window))
         else:
@@ -161,7 +163,7 @@ class ShiftedWindowAttention(nn.Module):
         is_dense("x", x)
         check_dtype(self, "x", x)
         least = min(x.shape[1:3])
-        if least <= self.window:  # as published: both sides, by the shorter one
+        if self.shrinks and least <= self.window:  # as published: both sides, by the shorter one
             return (max(least, 1), max(least, 1)), (0, 0)
         return (self.window, self.window), (self.shift, self.shift)
 
@@ -172,7 +174,8 @@ class ShiftedWindowAttention(nn.Module):
         if any(shifts):
             x = x.roll((-shifts[0], -shifts[1]), (1, 2))
         rows, columns = x.shape[1] // high, x.shape[2] // wide
-        windows = x.view(batch, rows, high, columns, wide, -1).transpose(2, 3).reshape(-1, high * wide, self.dim)
+        windows = x.view(batch, rows, high, columns, wide, self.dim).transpose(2, 3)
+        windows = windows.reshape(batch * rows * columns, high * wide, self.dim)
         q, k, v = (split_heads(proj(windows), self.heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         options: dict[str, Any] = {"bias": self.places((high, wide)), "mask": self._regions(x, (high, wide), shifts)}
         if self.logit_scale is not None:
@@ -198,7 +201,7 @@ class ShiftedWindowAttention(nn.Module):
 
     def _image(self, mixed: Tensor, x: Tensor, back: tuple[int, ...]) -> Tensor:
         rows, columns, high, wide, down, right = back
-        image = mixed.view(-1, rows, columns, high, wide, self.dim).transpose(2, 3)
+        image = mixed.view(x.shape[0], rows, columns, high, wide, self.dim).transpose(2, 3)
         image = image.reshape(x.shape[0], rows * high, columns * wide, self.dim)
         if down or right:
             image = image.roll((down, right), (1, 2))
@@ -216,6 +219,7 @@ class GridAttention(nn.Module):
         heads: heads H.
         size: (height, width) that the table of places is made for; other sizes resize it.
         places: makes the bias from `heads`; a `PlaceTable` of `size` by default.
+        in_dim: width of the tokens that come in, where it is another; those that go out are `dim` wide.
 
     Parameters: ``q_proj k_proj v_proj o_proj``, ``places.*``. Raises ValueError and TypeError for tensors that do not
     fit. Cost 4 (height width)^2 dim FLOPs. (Dai et al. 2021, arXiv:2106.04803, equation 3.)
@@ -224,22 +228,25 @@ class GridAttention(nn.Module):
     torch.Size([2, 7, 7, 16])
     """
 
-    def __init__(self, dim: int, heads: int, size: tuple[int, int], *, places: Any = None) -> None:
+    def __init__(
+        self, dim: int, heads: int, size: tuple[int, int], *, places: Any = None, in_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
+        self.in_dim = dim if in_dim is None else whole("in_dim", in_dim, 1)
         if dim % heads:
             raise ValueError(f"heads: expected a divisor of dim={dim}, got {heads}")
         if places is not None:
             is_factory("places", places)
         self.places: nn.Module = PlaceTable(heads, size) if places is None else places(heads)
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(self.in_dim, dim) for _ in range(3))
         self.o_proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixed grid (B, height, width, dim)."""
         q, k, v, bias = self._read(x)
         mixed = attention(q, k, v, bias=bias).transpose(1, 2).flatten(2)
-        y: Tensor = self.o_proj(mixed.view(x.shape))
+        y: Tensor = self.o_proj(mixed.view(*x.shape[:3], self.dim))
         return y
 
     def mixing(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,8 +255,8 @@ class GridAttention(nn.Module):
         return attention_weights(q, k, v, bias=bias)[1], v
 
     def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Bias]:
-        if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[3] != self.dim:
-            raise ValueError(f"x: expected (B, height, width, {self.dim}), got {describe(x)}")
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[3] != self.in_dim:
+            raise ValueError(f"x: expected (B, height, width, {self.in_dim}), got {describe(x)}")
         is_dense("x", x)
         check_dtype(self, "x", x)
         flat = x.flatten(1, 2)

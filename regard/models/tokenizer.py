@@ -23,7 +23,8 @@ from regard.models.gguf_tokens import backend_of
 __all__ = ["EXTRAS", "TextStream", "Tokenizer", "read_end_ids", "read_extras", "read_tokenizer"]
 
 GENERATION = "generation_config.json"
-EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED)
+PREPARATION = "preprocessor_config.json"  # of pictures
+EXTRAS = (GENERATION, ABOUT, SPECIAL, ADDED, PREPARATION)
 """The small files of a folder that are read beside ``config.json``, and written back."""
 
 

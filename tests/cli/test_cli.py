@@ -25,7 +25,9 @@ def run(capsys, *arguments):
     return code, said.out, said.err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["list", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in ("explain", "list", "generate", "detect"))]
+)
 def test_help_is_printed_without_torch(arguments):
     lines = ["import sys", "from regard.cli import main", f"code = main({arguments})"]
     program = "\n".join([*lines, "assert 'torch' not in sys.modules", "sys.exit(code)"])

@@ -107,6 +107,13 @@ def test_places_of_an_image_count_real_pixels():
     assert padded.shape == (1, 4, 6, 16)
 
 
+def test_places_of_an_image_are_exact_in_float64():
+    found = image_positions(torch.ones(1, 3, 5, dtype=torch.bool), 4, dtype=torch.float64)
+    angle = torch.tensor(2 / (3 + 1e-6) * 2 * torch.pi, dtype=torch.float64)  # the second row
+    want = torch.stack([angle.sin(), angle.cos(), (angle / 100).sin(), (angle / 100).cos()])
+    torch.testing.assert_close(found[0, 1, 0, :4], want, rtol=0, atol=1e-14)
+
+
 def sampled(values: torch.Tensor) -> torch.Tensor:
     return deformable_attention(values, [(2, 3)], torch.ones(1, 5, 2), torch.ones(1, 5))
 

@@ -83,6 +83,8 @@ def arguments(tensors):
     """The call's tensors under this library's names: (ids, keyword arguments)."""
     names = {"attention_mask": "keep", "token_type_ids": "types", "position_ids": "positions"}
     names, first = names | {"global_attention_mask": "global_tokens"}, "input_ids"
+    if "input.pixel_values" in tensors:
+        names, first = {"pixel_mask": "keep"}, "pixel_values"
     if "input.decoder_input_ids" in tensors:
         names = {"input_ids": "source", "attention_mask": "source_keep", "global_attention_mask": "source_global"}
         names, first = names | {"decoder_attention_mask": "keep"}, "decoder_input_ids"
@@ -95,17 +97,27 @@ def arguments(tensors):
     return tensors[f"input.{first}"], given
 
 
+def answers(model, tensors):
+    """Pairs (a real answer, what was expected), and the same of the peer's float64 answer where there is one."""
+    inputs, given = arguments(tensors)
+    found = model(inputs, **given)
+    found = found._asdict() if hasattr(found, "_asdict") else dict.fromkeys(("logits", "last_hidden_state"), found)
+    names = {"pred_boxes": "boxes"}
+    real = ... if "input.pixel_values" in tensors else given.get("keep", torch.ones_like(inputs, dtype=torch.bool))
+    for kind in ("logits", "last_hidden_state", "pred_boxes"):
+        for given_out in (f"output.{kind}", f"output64.{kind}"):
+            if given_out in tensors:
+                yield found[names.get(kind, kind)][real], tensors[given_out][real]
+
+
 @torch.no_grad()
 @over(FOLDERS)
 def test_forward(folder, expected):
     if not covered(folder):
         pytest.skip(f"not covered: {folder.relative_to(ROOT)}")
     tensors, tolerance = expected
-    ids, given = arguments(tensors)
-    model = model_of(folder)
-    want = tensors["output.last_hidden_state" if "output.last_hidden_state" in tensors else "output.logits"]
-    real = given.get("keep", torch.ones_like(ids, dtype=torch.bool))
-    assert error(model(ids, **given)[real], want[real]) <= tolerance
+    compared = list(answers(model_of(folder), tensors))
+    assert compared and all(error(got, want) <= tolerance for got, want in compared)
 
 
 @torch.no_grad()
@@ -113,17 +125,13 @@ def test_forward(folder, expected):
 def test_float64(folder, expected):
     """float64 throughout: as close to the peer's float64 answer, or to its float32 one, as that allows."""
     tensors, tolerance = expected
-    ids, given = arguments(tensors)
+    if "input.pixel_values" in tensors:
+        tensors = tensors | {"input.pixel_values": tensors["input.pixel_values"].double()}
     model = model_of(folder, torch.float64)
     assert all(p.dtype == torch.float64 for p in model.parameters())
-    got = model(ids, **given)
-    assert got.dtype == torch.float64
-    real = given.get("keep", torch.ones_like(ids, dtype=torch.bool))
-    for kind in ("logits", "last_hidden_state"):
-        if f"output.{kind}" in tensors:
-            assert error(got[real], tensors[f"output.{kind}"][real]) <= tolerance
-        if f"output64.{kind}" in tensors:
-            assert error(got[real], tensors[f"output64.{kind}"][real]) <= tolerance
+    for got, want in answers(model, tensors):
+        assert got.dtype == torch.float64
+        assert error(got, want) <= tolerance
 
 
 @torch.no_grad()

@@ -20,11 +20,12 @@ def test_import_needs_torch_alone():
     program = """
 import importlib, pkgutil, sys
 import torch
-for name in ("numpy", "safetensors", "tokenizers", "gguf", "typer", "rich", "transformers", "matplotlib"):
+missing = ("numpy", "safetensors", "tokenizers", "gguf", "typer", "rich", "transformers", "matplotlib", "PIL", "scipy")
+for name in missing:
     sys.modules[name] = None
 import regard
 for item in pkgutil.walk_packages(regard.__path__, "regard."):
-    typed = ("regard.cli.commands", "regard.cli.generating", "regard.cli.planning")
+    typed = ("regard.cli.commands", "regard.cli.detecting", "regard.cli.generating", "regard.cli.planning")
     if not item.name.startswith((*typed, "regard.integrations.")):
         importlib.import_module(item.name)
 print("imported")

@@ -15,6 +15,7 @@ from regard.models.layouts.bloom import BLOOM
 from regard.models.layouts.catalogue import CATALOGUE
 from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
 from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from regard.models.layouts.detr import DETR_LAYOUT
 from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
 from regard.models.layouts.gpt_oss import GPT_OSS
@@ -33,6 +34,7 @@ from regard.models.layouts.qwen2 import QWEN2
 from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
+from regard.models.layouts.swin import SWIN, SWINV2
 
 __all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
 
@@ -47,6 +49,7 @@ LAYOUTS: dict[str, Layout] = {
         CATALOGUE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DETR_LAYOUT,
         FALCON,
         GEMMA2,
         GPT_OSS,
@@ -67,6 +70,8 @@ LAYOUTS: dict[str, Layout] = {
         QWEN3,
         QWEN3_NEXT,
         RECURRENT_GEMMA,
+        SWIN,
+        SWINV2,
     )
 }
 """Every family that can be loaded, by its ``model_type``."""

@@ -1,0 +1,37 @@
+"""Models of images: classifiers and detectors, the loss of a set of detections, pictures in and objects out."""
+
+from regard.models.images.coatnet import COATNETS, CoAtNet, CoAtNetShape
+from regard.models.images.deformable import DeformableAttention
+from regard.models.images.detecting import Found, detect, draw, found_in
+from regard.models.images.detr import DETR, LearnedPlaces, PlacedAttention, QueryBlock, SinePlaces
+from regard.models.images.matching import Detections, Objects, SetLoss, SetLosses, Weights
+from regard.models.images.pictures import Preprocessing, open_picture
+from regard.models.images.resnet import RESNETS, ResNet, ResNetShape
+from regard.models.images.swin import SwinTransformer
+
+__all__ = [
+    "COATNETS",
+    "DETR",
+    "RESNETS",
+    "CoAtNet",
+    "CoAtNetShape",
+    "DeformableAttention",
+    "Detections",
+    "Found",
+    "LearnedPlaces",
+    "Objects",
+    "PlacedAttention",
+    "Preprocessing",
+    "QueryBlock",
+    "ResNet",
+    "ResNetShape",
+    "SetLoss",
+    "SetLosses",
+    "SinePlaces",
+    "SwinTransformer",
+    "Weights",
+    "detect",
+    "draw",
+    "found_in",
+    "open_picture",
+]

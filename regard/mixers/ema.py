@@ -78,4 +78,10 @@ records = (
         source="Ma et al. 2022, arXiv:2209.10655",
         build=lambda dim, heads: DampedEMA(dim, bidirectional=True),
     ),
+    Record(
+        name="mega_ema_truncated",
+        summary="Mega's moving average over the latest tokens alone",
+        source="Ma et al. 2022, arXiv:2209.10655",
+        build=lambda dim, heads: DampedEMA(dim, 4, truncation=3),
+    ),
 )

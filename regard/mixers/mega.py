@@ -36,21 +36,24 @@ Weights = Literal["softmax", "laplace", "relu2"]
 
 @dataclass(frozen=True)
 class MegaSizes:
-    """Widths of a Mega layer: averages per channel, the shared representation, the values; and the chunk, if any.
+    """Widths of a Mega layer: averages per channel, the shared representation, the values; and the reaches, if any.
 
     `chunk`: attention stays within chunks of so many tokens, while the moving average runs through; None for no chunks.
+    `truncation`: the moving average reads so many tokens, the token itself included; None for all.
     """
 
     states: int = 16
     key_dim: int = 128
     value_dim: int = 256
     chunk: int | None = None
+    truncation: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("states", "key_dim", "value_dim"):
             whole(name, getattr(self, name), 1)
-        if self.chunk is not None:
-            whole("chunk", self.chunk, 1)
+        for name in ("chunk", "truncation"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), 1)
 
 
 class MegaPlaces(nn.Module):
@@ -135,7 +138,8 @@ class MegaAttention(nn.Module):
         key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
         self.places = places
         self.norm = norm(dim)
-        self.ema = DampedEMA(dim, self.sizes.states, bidirectional=bidirectional)
+        cut = self.sizes.truncation
+        self.ema = DampedEMA(dim, self.sizes.states, bidirectional=bidirectional, truncation=cut)
         self.v_proj = nn.Linear(dim, value_dim)
         self.mx_proj = nn.Linear(dim, 2 * dim + key_dim + value_dim)
         self.h_proj = nn.Linear(value_dim, dim)

@@ -156,7 +156,8 @@ class Config:
 
     ``synonyms`` maps the family's other spellings to the name that the layout asks for. ``most`` bounds counts, by what
     the file's tensors can fill where there are some, so that no loop runs, and no table is formed, for a number that
-    only a file made up. ``holds`` tells which tensors the file has; without it, none.
+    only a file made up. ``holds`` tells which tensors the file has; without it, none; ``shapes`` are theirs, where they
+    are known.
 
     >>> c = Config({"n_head": 4, "shear": 2.0}, "config.json", synonyms={"n_head": "num_attention_heads"})
     >>> c.count("num_attention_heads", 8)
@@ -174,8 +175,10 @@ class Config:
         synonyms: Mapping[str, str] | None = None,
         most: Mapping[str, int] | None = None,
         holds: Callable[[str], bool] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.source = source
+        self.shapes = shapes or {}
         self._holds = holds
         self.most = most or {}
         self.values: dict[str, Any] = {}

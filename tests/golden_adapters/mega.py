@@ -35,15 +35,8 @@ def average_state(peer: Peer, under: str = "") -> State:
     return state | {"omega": peer[f"weight.{under}residual_weight"]}
 
 
-def truncated(case: Case, config: dict[str, Any], tokens: int) -> None:
-    """A kernel cut off behind some tokens is not ours, one that reaches all is."""
-    cut = config.get("truncation")
-    case.refuse_unless(cut is None or cut >= tokens, f"truncation {cut} of {tokens} tokens")
-
-
 def gated(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
     config, x = config_of(case), peer["input.x"].transpose(0, 1)
-    truncated(case, config, x.shape[1])
     kind = config["normalization_type"]
     case.refuse_unless(kind in NORMS and config["norm_affine"], f"normalization_type {kind}")
     case.refuse_unless(config["activation"] == "silu", f"activation {config['activation']}")
@@ -62,7 +55,11 @@ def gated(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
     else:
         state["places.table"] = peer["weight.rel_pos_bias.rel_pos_bias"]
     sizes = MegaSizes(
-        config["ema_projection_size"], config["shared_representation_size"], config["intermediate_size"], chunk
+        config["ema_projection_size"],
+        config["shared_representation_size"],
+        config["intermediate_size"],
+        chunk,
+        config.get("truncation"),
     )
     length = max(x.shape[1], 1) if rotary else (len(state["places.table"]) + 1) // 2
     layer = MegaAttention(

@@ -10,7 +10,7 @@ from torch import Tensor
 import regard
 from golden_adapters.case import Case, Paths, Peer
 from golden_adapters.layers import build, keep_of, linears, positions_of, run
-from golden_adapters.mega import average_state, config_of, truncated
+from golden_adapters.mega import average_state, config_of
 from golden_adapters.modules import PROJECTIONS, Outputs, module_config
 from golden_adapters.rotary_config import rotary_of, tables
 from golden_adapters.ssm import run_layer
@@ -74,10 +74,10 @@ def local_attention(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
 def mega_ema(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
     """Time first, (T, B, C)."""
     config, x = config_of(case), peer["input.x"].transpose(0, 1)
-    truncated(case, config, x.shape[1])
     both = bool(config["bidirectional"])
     state = average_state(peer)
-    layer = DampedEMA(int(config["hidden_size"]), int(config["ema_projection_size"]), bidirectional=both)
+    sizes = int(config["hidden_size"]), int(config["ema_projection_size"])
+    layer = DampedEMA(*sizes, bidirectional=both, truncation=config.get("truncation"))
     masks = [name for name in ("input.attention_mask", "input.mask") if name in peer]
     keep = keep_of(case, peer, masks[0]) if masks else None
     found = run_layer(case, wanted, layer, state, x, keep)

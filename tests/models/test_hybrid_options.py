@@ -88,7 +88,84 @@ JAMBA = {
     "mamba_dt_rank": 3,
     "use_mamba_kernels": True,
 }
+MAMBA = {
+    **{
+        name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "pad_token_id", "eos_token_id")
+    },
+    "state_size": 5,
+    "time_step_rank": 3,
+}
+BAMBA = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_d_state": 5,
+    "mamba_n_groups": 3,
+    "mamba_chunk_size": 4,
+    "attn_layer_indices": [0, 2],
+}
+OLMO = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 CASES = {
+    "mamba": ("Mamba", MAMBA),
+    "mamba-biases-untied": (
+        "Mamba",
+        {
+            **MAMBA,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "expand": 3,
+            "conv_kernel": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mamba-auto-narrow": ("Mamba", {**MAMBA, "time_step_rank": "auto", "residual_in_fp32": False, "expand": 1}),
+    "falcon_mamba": ("FalconMamba", MAMBA),
+    "falcon_mamba-eps": (
+        "FalconMamba",
+        {**MAMBA, "mixer_rms_eps": 0.1, "layer_norm_epsilon": 0.01, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "bamba": ("Bamba", BAMBA),
+    "bamba-biases-limits-tied": (
+        "Bamba",
+        {
+            **BAMBA,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": (0.01, 0.4),
+            "tie_word_embeddings": True,
+            "mamba_expand": 3,
+            "mamba_d_head": "auto",
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "bamba-last": ("Bamba", {**BAMBA, "attn_layer_indices": [2], "rms_norm_eps": 1e-2}),
+    "olmo_hybrid": ("OlmoHybrid", OLMO),
+    "olmo_hybrid-groups-plain-tied": (
+        "OlmoHybrid",
+        {
+            **OLMO,
+            "linear_allow_neg_eigval": False,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "layer_types": ["full_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "deepseek_v2": ("DeepseekV2", {**MLA, **MOE}),
     "deepseek_v2-yarn-biases": ("DeepseekV2", {**MLA, **MOE, "rope_parameters": SHARP, "attention_bias": True}),
     "deepseek_v2-groups": (
@@ -213,3 +290,18 @@ def test_logits_and_round_trip(case, tmp_path):
     assert set(written) == set(stored) and all(torch.equal(written[name], stored[name]) for name in stored)
     again = type(peer).from_pretrained(tmp_path / "ours", attn_implementation="eager")
     torch.testing.assert_close(again(ids).logits, want, **close)
+
+
+@torch.no_grad()
+def test_kernels_of_convolutions_that_transformers_cut_in_thirds(tmp_path):
+    peer = write("OlmoHybrid", {**OLMO, "linear_value_head_dim": 8}, tmp_path / "peer")
+    ids = torch.randint(4, 61, (2, 13), generator=torch.Generator().manual_seed(1))
+    model, want = load(tmp_path / "peer"), peer(ids).logits
+    close = {"rtol": 1e-4, "atol": 2e-5 * float(want.abs().max())}
+    torch.testing.assert_close(model(ids), want, **close)
+    model.save(tmp_path / "ours")
+    names = [f"model.layers.0.linear_attn.{name}_conv1d.weight" for name in "qkv"]
+    written, stored = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "peer"))
+    assert [len(written[name]) for name in names] == [8, 8, 16]
+    assert torch.equal(*(torch.cat([one[name] for name in names]) for one in (written, stored)))
+    torch.testing.assert_close(load(tmp_path / "ours")(ids), want, **close)

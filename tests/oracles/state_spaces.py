@@ -157,11 +157,13 @@ def ema(tokens: np.ndarray, weights: Weights) -> np.ndarray:
     )
 
 
-def damped_ema(tokens: np.ndarray, weights: Weights, both_ways: bool = False) -> np.ndarray:
+def damped_ema(tokens: np.ndarray, weights: Weights, both_ways: bool = False, reach: float = math.inf) -> np.ndarray:
     """Ma et al. 2022, eq. 2-3: the kernel over distances, forwards and, with the later rows, backwards."""
     dim, count = tokens.shape[1], len(tokens)
 
     def kernel(rows: slice, distance: int) -> np.ndarray:
+        if distance >= reach:
+            return np.zeros(dim)
         p, a = sigmoid(weights["delta"][rows]), sigmoid(weights["alpha"][rows])
         terms = p * weights["beta"][rows] * weights["gamma"][rows] * (1.0 - p * a) ** distance
         return terms.sum(1) / math.sqrt(p.shape[1])
@@ -190,6 +192,7 @@ def hgrn_second_of_two(tokens: np.ndarray, weights: Weights) -> np.ndarray:
 ORACLES: dict[str, Callable[..., np.ndarray]] = {
     "ema": lambda x, w, heads: ema(x, w),
     "mega_ema": lambda x, w, heads: damped_ema(x, w),
+    "mega_ema_truncated": lambda x, w, heads: damped_ema(x, w, reach=3),
     "mega_ema_bidirectional": lambda x, w, heads: damped_ema(x, w, both_ways=True),
     "rglru": lambda x, w, heads: griffin(x, w),
     "hgrn": lambda x, w, heads: hgrn_second_of_two(x, w),

@@ -7,6 +7,7 @@ from typing import Any
 
 from regard.errors import CheckpointError
 from regard.models.layouts.bailing_hybrid import BAILING_HYBRID
+from regard.models.layouts.bamba import BAMBA
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.bert import BERT
 from regard.models.layouts.big_bird import BIG_BIRD
@@ -25,10 +26,12 @@ from regard.models.layouts.kimi_linear import KIMI_LINEAR
 from regard.models.layouts.led import LED
 from regard.models.layouts.llama import LLAMA, MISTRAL
 from regard.models.layouts.longformer import LONGFORMER
+from regard.models.layouts.mamba import FALCON_MAMBA, MAMBA
 from regard.models.layouts.mamba2 import MAMBA2
 from regard.models.layouts.minimax import MINIMAX
 from regard.models.layouts.mixtral import MIXTRAL
 from regard.models.layouts.olmo2 import OLMO2
+from regard.models.layouts.olmo_hybrid import OLMO_HYBRID
 from regard.models.layouts.phi3 import PHI3
 from regard.models.layouts.qwen2 import QWEN2
 from regard.models.layouts.qwen3 import QWEN3
@@ -42,6 +45,7 @@ LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
     for layout in (
         BAILING_HYBRID,
+        BAMBA,
         BERT,
         BIGBIRD_PEGASUS,
         BIG_BIRD,
@@ -51,6 +55,7 @@ LAYOUTS: dict[str, Layout] = {
         DEEPSEEK_V3,
         DETR_LAYOUT,
         FALCON,
+        FALCON_MAMBA,
         GEMMA2,
         GPT_OSS,
         GRANITE,
@@ -60,11 +65,13 @@ LAYOUTS: dict[str, Layout] = {
         LED,
         LLAMA,
         LONGFORMER,
+        MAMBA,
         MAMBA2,
         MINIMAX,
         MISTRAL,
         MIXTRAL,
         OLMO2,
+        OLMO_HYBRID,
         PHI3,
         QWEN2,
         QWEN3,

@@ -102,7 +102,7 @@ class Layout:
                 ``make``, where options do not fit together.
         """
         with naming(source):
-            options = Config(config, source, self.synonyms, most if shapes is None else bounds(shapes), has)
+            options = Config(config, source, self.synonyms, most if shapes is None else bounds(shapes), has, shapes)
             plan = self.plan(options)
             options.close(self.inert)
         return replace(plan, make=partial(_made, plan.make, source))

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-
-from torch import nn
 
 from regard.mixers.parts import MambaConfig, RMSNorm
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
+from regard.models.layouts.shared.mamba import MambaPart, read_rank
 from regard.models.layouts.shared.options import from_zero, read_eps, read_routing, read_sizes, silu_only
 from regard.models.layouts.shared.parts import AttentionPart, ExpertsPart, GatedPart, Part, read_scores
-from regard.models.layouts.shared.rows import MIXER, kinds
 from regard.models.layouts.shared.stacks import PRE_NORM, Layer, Names, Wiring, rms_decoder
-from regard.models.tables import Row, Squeezed, one_to_one
-from regard.nn import Mamba
 
 __all__ = ["JAMBA"]
 
-NORMED = {"dt": "dt", "b": "B", "c": "C"}
+NORMED = {"dt": "dt_layernorm", "B": "b_layernorm", "C": "c_layernorm"}
 WIRING = Wiring(PRE_NORM.block, {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "ff_norm"})
 
 
-@dataclass(frozen=True)
-class _Mamba:
-    dim: int
-    width: int
-    state: int
-    rank: int
-    eps: float
-    shell: MambaConfig
-
-    def __call__(self) -> nn.Module:
-        norm = partial(RMSNorm, eps=self.eps)
-        return Mamba(self.dim, width=self.width, state_dim=self.state, rank=self.rank, norm=norm, shell=self.shell)
-
-    def part(self, stored: str = "model.layers.{i}.mamba") -> Part:
-        """With its table."""
-        names = {name: name for name in ("A_log", "D", "x_proj.weight", "dt_proj.weight", "dt_proj.bias")}
-        names |= {f"{theirs}_layernorm.weight": f"{ours}_norm.weight" for theirs, ours in NORMED.items()}
-        names |= {f"{name}_proj.{k}": f"{name}_proj.{k}" for name in ("in", "out") for k in kinds(self.shell.bias)}
-        names |= {"conv1d.bias": "conv.bias"} if self.shell.conv_bias else {}
-        rows = one_to_one({f"{stored}.{theirs}": f"{MIXER}.{ours}" for theirs, ours in names.items()})
-        return Part(self, [*rows, Row(f"{stored}.conv1d.weight", (f"{MIXER}.conv.weight",), Squeezed(1))])
-
-
-def _mamba(c: Config, dim: int, eps: float) -> _Mamba:
-    rank = -(-dim // 16) if c.get("mamba_dt_rank", "auto") in ("auto", None) else c.count("mamba_dt_rank", 1)
+def _mamba(c: Config, dim: int, eps: float) -> MambaPart:
     shell = MambaConfig(
         conv_size=c.count("mamba_d_conv", 4),
         conv_bias=c.flag("mamba_conv_bias", True),
         bias=c.flag("mamba_proj_bias", False),
     )
     c.only("mamba_inner_layernorms", (True, None))
-    return _Mamba(dim, c.count("mamba_expand", 2) * dim, c.count("mamba_d_state", 16), rank, eps, shell)
+    width, state = c.count("mamba_expand", 2) * dim, c.count("mamba_d_state", 16)
+    return MambaPart(dim, width, state, read_rank(c, "mamba_dt_rank", dim), shell, partial(RMSNorm, eps=eps), NORMED)
 
 
 def _every(c: Config, what: str, layers: int, period: int, offset: int, kinds: tuple[Part, Part]) -> list[Part]:
@@ -74,7 +46,7 @@ def _jamba(c: Config) -> Plan:
     if c.count("num_experts", 16) > 1:
         experts = ExpertsPart(sizes.dim, hidden, act, read_routing(c, "num_experts", 16, 2))
         sparse = experts.part(stored, router="router")
-    mixers = _every(c, "attn", sizes.layers, 8, 4, (mamba.part(), attention.part()))
+    mixers = _every(c, "attn", sizes.layers, 8, 4, (mamba.part("model.layers.{i}.mamba"), attention.part()))
     ffs = _every(c, "expert", sizes.layers, 2, 1, (dense, sparse))
     layers = [Layer(mixer, ff, WIRING) for mixer, ff in zip(mixers, ffs, strict=True)]
     return rms_decoder(c, sizes, eps, layers, names=Names(norm="model.final_layernorm"))

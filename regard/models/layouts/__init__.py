@@ -18,6 +18,7 @@ from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from regard.models.layouts.detr import DETR_LAYOUT
 from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
+from regard.models.layouts.gpt2 import GPT2
 from regard.models.layouts.gpt_oss import GPT_OSS
 from regard.models.layouts.granite import GRANITE
 from regard.models.layouts.jamba import JAMBA
@@ -28,6 +29,7 @@ from regard.models.layouts.longformer import LONGFORMER
 from regard.models.layouts.mamba2 import MAMBA2
 from regard.models.layouts.minimax import MINIMAX
 from regard.models.layouts.mixtral import MIXTRAL
+from regard.models.layouts.mpt import MPT
 from regard.models.layouts.olmo2 import OLMO2
 from regard.models.layouts.phi3 import PHI3
 from regard.models.layouts.qwen2 import QWEN2
@@ -52,6 +54,7 @@ LAYOUTS: dict[str, Layout] = {
         DETR_LAYOUT,
         FALCON,
         GEMMA2,
+        GPT2,
         GPT_OSS,
         GRANITE,
         JAMBA,
@@ -64,6 +67,7 @@ LAYOUTS: dict[str, Layout] = {
         MINIMAX,
         MISTRAL,
         MIXTRAL,
+        MPT,
         OLMO2,
         PHI3,
         QWEN2,

@@ -19,11 +19,12 @@ from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
 from regard.models.cross import CrossBlock, CrossCache, CrossPostNorm, CrossPreNorm
 from regard.models.decoder import Decoder
-from regard.models.encoder import Encoder, FirstTokenPooler
+from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
+from regard.models.heads import FirstTokenPooler, MaskedWordsHead
 from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
 from regard.models.model import Model, Origin
@@ -50,6 +51,7 @@ __all__ = [
     "Generation",
     "Layout",
     "LogitsBias",
+    "MaskedWordsHead",
     "MixtureOfExperts",
     "Model",
     "ModelCache",

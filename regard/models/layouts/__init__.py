@@ -29,6 +29,7 @@ from regard.models.layouts.longformer import LONGFORMER
 from regard.models.layouts.mamba2 import MAMBA2
 from regard.models.layouts.minimax import MINIMAX
 from regard.models.layouts.mixtral import MIXTRAL
+from regard.models.layouts.modernbert import MODERNBERT
 from regard.models.layouts.mpt import MPT
 from regard.models.layouts.olmo2 import OLMO2
 from regard.models.layouts.phi3 import PHI3
@@ -67,6 +68,7 @@ LAYOUTS: dict[str, Layout] = {
         MINIMAX,
         MISTRAL,
         MIXTRAL,
+        MODERNBERT,
         MPT,
         OLMO2,
         PHI3,

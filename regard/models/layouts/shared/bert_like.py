@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from regard.mixers.parts import Scores
 from regard.models.blocks import Embedding, PostNorm
 from regard.models.config import Config
-from regard.models.encoder import Encoder, FirstTokenPooler
+from regard.models.encoder import Encoder
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
+from regard.models.heads import FirstTokenPooler
 from regard.models.layouts.base import Plan
 from regard.models.layouts.shared.options import read_eps
 from regard.models.layouts.shared.rows import BOTH, MIXER, WEIGHT, kinds, module_rows
+from regard.models.layouts.shared.words import WordsHead
 from regard.models.tables import Ignored, Row, per_layer
 from regard.positions import LearnedPositions
 
-__all__ = ["HEADS", "POSITION_IDS", "BertLike", "EncoderSizes", "encoder_sizes"]
+__all__ = ["HEADS", "POSITION_IDS", "BertLike", "EncoderSizes", "bert_words", "encoder_sizes"]
 
 HEADS = "a task's head; the encoder ends at its last hidden state"
 POSITION_IDS = Ignored("*embeddings.position_ids", "old files store the numbers 0, 1, 2, ...")
@@ -55,6 +58,19 @@ def encoder_sizes(c: Config) -> EncoderSizes:
     return EncoderSizes(dim, c.count("num_hidden_layers", 12), heads, scores)
 
 
+def bert_words(prefix: str, classes: tuple[str, ...]) -> WordsHead:
+    """BERT's head of masked words, under the names that several families give it."""
+    stored = "cls.predictions"
+    return WordsHead(
+        classes,
+        dense=f"{stored}.transform.dense",
+        norm=f"{stored}.transform.LayerNorm",
+        decoder=f"{stored}.decoder",
+        bias=f"{stored}.bias",
+        table=f"{prefix}embeddings.word_embeddings",
+    )
+
+
 @dataclass(frozen=True)
 class BertLike:
     """A family's prefix and defaults.
@@ -64,12 +80,14 @@ class BertLike:
         vocab, places: sizes of the tables where the options do not state them.
         act: the activation where they do not.
         pooler: the file's name of the pooler's linear map.
+        words: its head of masked words.
     """
 
     prefix: str
     vocab: int
     places: int
     act: str
+    words: WordsHead
     pooler: str = "pooler.dense"
 
     def plan(
@@ -97,10 +115,12 @@ class BertLike:
         vocab, types = c.count("vocab_size", self.vocab), c.count("type_vocab_size", 2)
         hidden, act = c.count("intermediate_size", 3072), c.name("hidden_act", self.act, ACTIVATIONS)
         eps, dropout = read_eps(c, 1e-12, "layer_norm_eps"), c.dropout("hidden_dropout_prob", 0.1)
+        norm = partial(nn.LayerNorm, dim, eps)
+        words = self.words.read(c, dim, vocab, norm, act=act)
         pooled = c.holds(f"{self.prefix}{self.pooler}.weight")
 
         def layer(i: int) -> nn.Module:
-            norms = (nn.LayerNorm(dim, eps) for _ in range(2))
+            norms = (norm() for _ in range(2))
             ff = MLP(dim, hidden, activation(act))
             return PostNorm(mixer(i), ff, *norms, mixer_dropout=dropout, ff_dropout=dropout)
 
@@ -110,10 +130,11 @@ class BertLike:
                 scale=scale,
                 places=LearnedPositions(places, dim, first=first),
                 types=nn.Embedding(types, dim),
-                norm=nn.LayerNorm(dim, eps),
+                norm=norm(),
                 dropout=dropout,
             )
-            return Encoder(embedding, [layer] * sizes.layers, pooler=FirstTokenPooler(dim) if pooled else None)
+            pooler, head = FirstTokenPooler(dim) if pooled else None, None if words.make is None else words.make()
+            return Encoder(embedding, [layer] * sizes.layers, pooler=pooler, head=head)
 
         own = {f"embeddings.{theirs}": f"embedding.{ours}" for theirs, ours in TABLES.items()}
         rows = self._rows(own) + self._rows({"embeddings.LayerNorm": "embedding.norm"}, BOTH)
@@ -126,7 +147,7 @@ class BertLike:
             {stored + theirs: ours for theirs, ours in REST.items()}, BOTH
         )
         rows += [row for i in range(sizes.layers) for row in per_layer(table, i)]
-        return Plan(make, rows)
+        return Plan(make, rows + words.rows, tied=words.tied, headed=words.headed)
 
     def _rows(self, names: Mapping[str, str], tensors: tuple[str, ...] = WEIGHT) -> list[Row]:
         return module_rows({self.prefix + stored: own for stored, own in names.items()}, tensors)

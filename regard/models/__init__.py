@@ -19,14 +19,14 @@ from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
 from regard.models.cross import CrossBlock, CrossCache, CrossPostNorm, CrossPreNorm
 from regard.models.decoder import Decoder
-from regard.models.encoder import Encoder
+from regard.models.encoder import Encoder, FirstTokenPooler
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
-from regard.models.heads import FirstTokenPooler, MaskedWordsHead
 from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
+from regard.models.masked_words import MaskedWordsHead
 from regard.models.model import Model, Origin
 from regard.models.sampling import Sampling
 from regard.models.tokenizer import TextStream, Tokenizer

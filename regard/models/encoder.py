@@ -1,4 +1,4 @@
-"""One encoder for every family: an embedding, blocks from factories, and a pooler and a head where there are some."""
+"""One encoder for every family: an embedding, blocks from factories, and a pooler where there is one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from torch import Tensor, nn
 from regard.checks import describe
 from regard.models.blocks import Embedding, tied_table, tokens_of_call
 from regard.models.cache import check_ids
-from regard.models.heads import MaskedWordsHead
+from regard.models.masked_words import MaskedWordsHead
 from regard.models.model import Model
 from regard.tokens import resolve_tokens
 
-__all__ = ["Encoder"]
+__all__ = ["Encoder", "FirstTokenPooler"]
 
 
 def _takes_global_tokens(layer: nn.Module) -> bool:
     return bool(getattr(getattr(layer, "mixer", layer), "takes_global_tokens", False))
+
+
+class FirstTokenPooler(nn.Module):
+    """``tanh(W x_0 + b)``: one vector a row from its first token (Devlin et al. 2018, arXiv:1810.04805)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.dense(hidden[:, 0]).tanh()
+        return out
 
 
 class Encoder(Model):

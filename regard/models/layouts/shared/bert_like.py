@@ -11,9 +11,8 @@ from torch import nn
 from regard.mixers.parts import Scores
 from regard.models.blocks import Embedding, PostNorm
 from regard.models.config import Config
-from regard.models.encoder import Encoder
+from regard.models.encoder import Encoder, FirstTokenPooler
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
-from regard.models.heads import FirstTokenPooler
 from regard.models.layouts.base import Plan
 from regard.models.layouts.shared.options import read_eps
 from regard.models.layouts.shared.rows import BOTH, MIXER, WEIGHT, kinds, module_rows

@@ -10,8 +10,8 @@ from torch import nn
 
 from regard.models.config import Config
 from regard.models.feedforward import activation
-from regard.models.heads import MaskedWordsHead
 from regard.models.layouts.shared.rows import BOTH, WEIGHT, kinds, module_rows
+from regard.models.masked_words import MaskedWordsHead
 from regard.models.tables import Row, one_to_one
 
 __all__ = ["WordsHead", "WordsPart"]

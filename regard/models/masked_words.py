@@ -1,4 +1,4 @@
-"""What stands on an encoder's last hidden state: one vector a row, or logits of the words behind masks."""
+"""A head for an encoder's last hidden state: logits of the words behind masks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FirstTokenPooler", "MaskedWordsHead"]
-
-
-class FirstTokenPooler(nn.Module):
-    """``tanh(W x_0 + b)``: one vector a row from its first token (Devlin et al. 2018, arXiv:1810.04805)."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(dim, dim)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.dense(hidden[:, 0]).tanh()
-        return out
+__all__ = ["MaskedWordsHead"]
 
 
 class MaskedWordsHead(nn.Module):

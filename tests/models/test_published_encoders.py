@@ -26,6 +26,9 @@ TURNS = {
     "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+RELATIVE = {**SIZES, "relative_attention": True, "position_biased_input": False, "type_vocab_size": 2}
+BUCKETS = {"position_buckets": 8, "norm_rel_ebd": "layer_norm"}
+BOTH = {"pos_att_type": ["p2c", "c2p"]}
 CASES = {
     "modernbert": ("ModernBert", "Model", MODERN),
     "modernbert-biased": ("ModernBert", "ForMaskedLM", {**MODERN, **BIASES, "hidden_activation": "silu"}),
@@ -47,6 +50,46 @@ CASES = {
         "ModernBert",
         "ForMaskedLM",
         {**MODERN, "tie_word_embeddings": False, "classifier_activation": "relu"},
+    ),
+    "deberta": ("Deberta", "Model", {**RELATIVE, **BOTH}),
+    "deberta-absolute-too-clipped": (
+        "Deberta",
+        "ForMaskedLM",
+        {**RELATIVE, **BOTH, "position_biased_input": True, "max_relative_positions": 5, "type_vocab_size": 0},
+    ),
+    "deberta-one-term": ("Deberta", "ForMaskedLM", {**RELATIVE, "pos_att_type": "p2c", "legacy": False}),
+    "deberta-other-term": ("Deberta", "ForSequenceClassification", {**RELATIVE, "pos_att_type": "c2p"}),
+    "deberta-no-term": ("Deberta", "Model", {**RELATIVE, "hidden_act": "relu", "layer_norm_eps": 1e-2}),
+    "deberta-not-relative": ("Deberta", "ForMaskedLM", {**SIZES, **BOTH}),
+    "deberta-talking-heads": ("Deberta", "Model", {**RELATIVE, **BOTH, "talking_head": True}),
+    "deberta-v2": ("DebertaV2", "ForMaskedLM", {**RELATIVE, **BOTH, **BUCKETS}),
+    "deberta-v3": ("DebertaV2", "Model", {**RELATIVE, **BOTH, **BUCKETS, "share_att_key": True, "type_vocab_size": 0}),
+    "deberta-v3-untied": (
+        "DebertaV2",
+        "ForMaskedLM",
+        {**RELATIVE, **BOTH, **BUCKETS, "share_att_key": True, "tie_word_embeddings": False},
+    ),
+    "deberta-v3-present-head": (
+        "DebertaV2",
+        "ForMaskedLM",
+        {**RELATIVE, **BUCKETS, "pos_att_type": "c2p", "share_att_key": True, "legacy": False},
+    ),
+    "deberta-v2-without-buckets": (
+        "DebertaV2",
+        "ForTokenClassification",
+        {**RELATIVE, **BOTH, "max_relative_positions": 7, "position_biased_input": True},
+    ),
+    "deberta-v2-one-term": ("DebertaV2", "Model", {**RELATIVE, **BUCKETS, "pos_att_type": "p2c"}),
+    "deberta-v2-not-relative": ("DebertaV2", "Model", {**SIZES, "pos_att_type": "c2p"}),
+    "deberta-v2-convolved": (
+        "DebertaV2",
+        "ForMaskedLM",
+        {**RELATIVE, **BOTH, **BUCKETS, "conv_kernel_size": 3, "conv_act": "gelu"},
+    ),
+    "deberta-v2-wide-convolution-in-groups": (
+        "DebertaV2",
+        "Model",
+        {**RELATIVE, **BOTH, "conv_kernel_size": 5, "conv_groups": 4},
     ),
     "bert": ("Bert", "ForMaskedLM", SIZES),
     "bert-two-heads": ("Bert", "ForPreTraining", {**SIZES, "hidden_act": "relu"}),
@@ -97,7 +140,7 @@ def test_hidden_states_words_and_round_trip(case, call, tmp_path):
     hidden, want = model(ids, keep=keep), inner(peer)(padded, **given).last_hidden_state
     close(hidden[keep], want[keep])
     close(model(ids[1:, :13])[0], hidden[1, :13])  # padding changes nothing
-    words = case != "modernbert-turns" and CASES[case][1] != "Model"
+    words = CASES[case][1] in ("ForMaskedLM", "ForPreTraining")
     assert (model.head is not None) == words
     model.save(tmp_path / "ours")
     stated = json.loads((tmp_path / "ours" / "config.json").read_text())["architectures"]
@@ -115,8 +158,9 @@ def test_hidden_states_words_and_round_trip(case, call, tmp_path):
 
 
 @torch.no_grad()
-def test_documents_packed_into_a_row_do_not_see_each_other(call, tmp_path):
-    write("modernbert", tmp_path)
+@pytest.mark.parametrize("case", ["modernbert", "deberta-v2-convolved", "deberta-v2-wide-convolution-in-groups"])
+def test_documents_packed_into_a_row_do_not_see_each_other(case, call, tmp_path):
+    write(case, tmp_path)
     model, ids = load(tmp_path), call[0]
     segments = (torch.arange(19) >= 8).long().expand(2, -1)
     packed = model(ids, segments=segments)
@@ -136,6 +180,29 @@ def test_older_spellings_of_modernbert(local, call, tmp_path):
     config |= {"global_rope_theta": 70.0, "local_rope_theta": local, "global_attn_every_n_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     close(load(tmp_path)(call[0]), peer(call[0]).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_table_of_positions_that_is_not_in_use_stands_unused(call, tmp_path):
+    """The folder of DeBERTa's first release holds one."""
+    from safetensors.torch import load_file, save_file
+
+    peer = write("deberta", tmp_path)
+    for prefix in ("", "deberta."):
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["embeddings.position_embeddings.weight"] = torch.ones(40, 24)
+        save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        close(load(tmp_path)(call[0]), peer(call[0]).last_hidden_state)
+
+
+def test_relative_places_are_one_table_with_dropout_in_training():
+    options = {"model_type": "deberta-v2", **RELATIVE, **BOTH, **BUCKETS, "attention_probs_dropout_prob": 0.0}
+    model = from_config({**options, "hidden_dropout_prob": 0.5})
+    table = model.layers[0].mixer.relative
+    assert all(layer.mixer.relative is table for layer in model.layers)
+    assert table.training and not torch.equal(table(), table())
+    table.eval()
+    assert torch.equal(table(), table())
 
 
 @pytest.mark.parametrize("architecture", [None, "BertModel"])
@@ -170,6 +237,24 @@ def test_a_new_model_has_the_head_that_its_class_has():
             {"model_type": "modernbert", **MODERN, "rope_parameters": {"full_attention": {"rope_type": "su"}}},
             "config: full_attention: rope_parameters: rope_type: expected default",
         ),
+        (
+            {"model_type": "deberta", **RELATIVE, "pos_att_type": "c2p|p2p"},
+            "pos_att_type: expected some of c2p and p2c",
+        ),
+        ({"model_type": "deberta", **RELATIVE, "pos_att_type": ["c2p"] * 2}, "pos_att_type: expected some of c2p"),
+        ({"model_type": "deberta", **RELATIVE, "pos_att_type": 2}, "pos_att_type: expected some of c2p"),
+        ({"model_type": "deberta", **SIZES, "talking_head": True}, "talking_head: expected false without relative"),
+        ({"model_type": "deberta", **RELATIVE, "embedding_size": 12}, "embedding_size: expected 24"),
+        ({"model_type": "deberta", **RELATIVE, "position_buckets": 8}, "unknown option position_buckets=8"),
+        ({"model_type": "deberta-v2", **RELATIVE, "position_buckets": 41}, "position_buckets: expected -1 for none"),
+        ({"model_type": "deberta-v2", **RELATIVE, "norm_rel_ebd": "rms"}, "norm_rel_ebd: expected none, or layer_norm"),
+        ({"model_type": "deberta-v2", **SIZES, "norm_rel_ebd": "layer_norm"}, "norm_rel_ebd: expected none, or"),
+        ({"model_type": "deberta-v2", **RELATIVE, "conv_kernel_size": 4}, "conv_kernel_size: expected an odd number"),
+        (
+            {"model_type": "deberta-v2", **RELATIVE, "conv_kernel_size": 3, "conv_groups": 5},
+            "conv_groups: expected a divisor of hidden_size=24, got 5",
+        ),
+        ({"model_type": "deberta-v2", **RELATIVE, "attention_head_size": 4}, "attention_head_size: expected 8"),
         ({"model_type": "modernbert", **MODERN, "hidden_act": "relu"}, "unknown option hidden_act='relu'"),
     ],
 )

@@ -13,6 +13,8 @@ from regard.models.layouts.big_bird import BIG_BIRD
 from regard.models.layouts.bigbird_pegasus import BIGBIRD_PEGASUS
 from regard.models.layouts.bloom import BLOOM
 from regard.models.layouts.catalogue import CATALOGUE
+from regard.models.layouts.deberta import DEBERTA
+from regard.models.layouts.deberta_v2 import DEBERTA_V2
 from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
 from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from regard.models.layouts.detr import DETR_LAYOUT
@@ -38,6 +40,8 @@ from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
 from regard.models.layouts.swin import SWIN, SWINV2
+from regard.models.layouts.t5 import MT5, T5, UMT5
+from regard.models.layouts.whisper import WHISPER
 
 __all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
 
@@ -50,6 +54,8 @@ LAYOUTS: dict[str, Layout] = {
         BIG_BIRD,
         BLOOM,
         CATALOGUE,
+        DEBERTA,
+        DEBERTA_V2,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         DETR_LAYOUT,
@@ -75,7 +81,11 @@ LAYOUTS: dict[str, Layout] = {
         QWEN2,
         QWEN3,
         QWEN3_NEXT,
+        MT5,
         RECURRENT_GEMMA,
+        T5,
+        UMT5,
+        WHISPER,
         SWIN,
         SWINV2,
     )

@@ -88,7 +88,7 @@ class Layout:
         self,
         config: Mapping[str, Any],
         source: str,
-        has: Callable[[str], bool],
+        has: Callable[[str], bool | None],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         most: Mapping[str, int] | None = None,
     ) -> Plan:
@@ -96,7 +96,8 @@ class Layout:
 
         Args:
             source: the file that holds the options, as errors name it.
-            has: whether the file has a tensor of that name, where no option says whether a part is there.
+            has: whether the file has a tensor of that name, where no option says whether a part is there; it gives
+                ``None`` without a file.
             shapes: of the tensors that there are; they bound the counts that the options may state. ``None``: no bound.
             most: bounds on counts where there are no tensors.
 

@@ -38,8 +38,9 @@ class WordsHead:
         classes: those that have the head; a saved folder names the first.
         dense, norm, decoder: the file's names of the linear map, the norm, and the map to the vocabulary.
         bias: that of the bias where the map is tied; ``None`` where the map itself holds it.
-        act: the activation where no option states it.
         table: the file's name of the vocabulary's table, which the map is tied to.
+        act: the activation where no option states it.
+        always_tied: the map is tied whatever ``tie_word_embeddings`` says.
     """
 
     classes: tuple[str, ...]
@@ -49,6 +50,7 @@ class WordsHead:
     bias: str | None
     table: str
     act: str | None = None
+    always_tied: bool = False
 
     def read(
         self,
@@ -64,7 +66,7 @@ class WordsHead:
     ) -> WordsPart:
         """The head of one checkpoint; `act` is the activation that its options state."""
         named = c.get("architectures")
-        tied = c.flag("tie_word_embeddings", True)
+        tied = c.flag("tie_word_embeddings", True) or self.always_tied
         if not isinstance(named, list) or not set(named) & set(self.classes) or not c.holds(f"{self.dense}.weight"):
             return WordsPart()
         own = f"{self.decoder}.bias"

@@ -13,7 +13,7 @@ from regard.models.tables import FusedQKV, fused_rows, one_to_one
 __all__ = ["DEBERTA"]
 
 CLS = "DebertaForMaskedLM"
-FAMILY = BertLike(PREFIX, vocab=50265, places=512, act="gelu", words=bert_words(PREFIX, (CLS,)), eps=1e-7)
+FAMILY = BertLike(PREFIX, vocab=50265, places=512, act="gelu", words=bert_words(PREFIX, (CLS,)), eps=1e-7, pooler=None)
 
 
 def _deberta(c: Config) -> Plan:

@@ -22,7 +22,9 @@ from regard.tokens import TokenLayout, resolve_tokens
 __all__ = ["DEBERTA_V2", "ConvolvedPostNorm"]
 
 CLS = "DebertaV2ForMaskedLM"
-FAMILY = BertLike(PREFIX, vocab=128100, places=512, act="gelu", words=bert_words(PREFIX, (CLS,)), hidden=6144, eps=1e-7)
+FAMILY = BertLike(
+    PREFIX, vocab=128100, places=512, act="gelu", words=bert_words(PREFIX, (CLS,)), hidden=6144, eps=1e-7, pooler=None
+)
 
 
 class ConvolvedPostNorm(PostNorm):

@@ -100,7 +100,11 @@ class _Parts:
 
 def _starts(part: nn.Linear | nn.Embedding, std: float) -> None:
     """From now on a matrix starts from N(0, std^2)."""
-    part.reset_parameters = partial(nn.init.normal_, part.weight, std=std)  # type: ignore[assignment]
+    part.reset_parameters = partial(_draw, part, std)  # type: ignore[method-assign]
+
+
+def _draw(part: nn.Linear | nn.Embedding, std: float) -> None:
+    nn.init.normal_(part.weight, std=std)
 
 
 def _read(c: Config, family: _Family) -> _Parts:

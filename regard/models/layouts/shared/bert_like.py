@@ -97,7 +97,7 @@ class BertLike:
         prefix: leads the names of its files.
         vocab, places, hidden, eps: what the options mean where they do not state it.
         act: the activation where they do not.
-        pooler: the file's name of the pooler's linear map.
+        pooler: the file's name of the pooler's linear map; ``None`` where no file has one.
         words: its head of masked words.
     """
 
@@ -106,7 +106,7 @@ class BertLike:
     places: int
     act: str
     words: WordsHead
-    pooler: str = "pooler.dense"
+    pooler: str | None = "pooler.dense"
     hidden: int = 3072
     eps: float = 1e-12
 
@@ -140,7 +140,7 @@ class BertLike:
         eps, dropout = read_eps(c, self.eps, "layer_norm_eps"), c.dropout("hidden_dropout_prob", 0.1)
         norm = partial(nn.LayerNorm, dim, eps)
         words = self.words.read(c, dim, vocab, norm, act=act)
-        pooled = c.holds(f"{self.prefix}{self.pooler}.weight")
+        pooled = self.pooler is not None and c.holds(f"{self.prefix}{self.pooler}.weight")
 
         def layer(i: int) -> nn.Module:
             norms = (norm() for _ in range(2))
@@ -163,7 +163,7 @@ class BertLike:
         there = {"tokens": True, "places": extent.places, "types": types > 0}
         own = {f"embeddings.{theirs}": f"embedding.{ours}" for theirs, ours in TABLES.items() if there[ours]}
         rows = self._rows(own) + self._rows({"embeddings.LayerNorm": "embedding.norm"}, BOTH)
-        rows += self._rows({self.pooler: "pooler.dense"} if pooled else {}, BOTH)
+        rows += self._rows({str(self.pooler): "pooler.dense"} if pooled else {}, BOTH)
         stored = "encoder.layer.{i}."
         if extent.qkv is None:
             names = QKV | dict(more or {})

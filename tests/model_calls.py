@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.models import EncoderDecoder, Model
 from regard.models.images import DETR, SwinTransformer
+from regard.models.layouts.whisper import MelEmbedding
 from regard.nn import Longformer
 
 
@@ -26,4 +27,9 @@ def beside(model: Model, ids: Tensor) -> dict[str, Any]:
     some = any(isinstance(part, Longformer) for part in model.modules())
     if not isinstance(model, EncoderDecoder):
         return {"global_tokens": flags} if some else {}
-    return {"source": ids, "source_global": flags} if some else {"source": ids}
+    source = ids
+    if isinstance(model.encoder.embedding, MelEmbedding):
+        first = model.encoder.embedding
+        bins, frames = first.conv1.in_channels, 2 * first.places.shape[0]
+        source = torch.linspace(-9, 9, bins * frames).sin().view(1, bins, frames).expand(len(ids), -1, -1)
+    return {"source": source, "source_global": flags} if some else {"source": source}

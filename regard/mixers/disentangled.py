@@ -58,6 +58,7 @@ class RelativeEmbeddings(nn.Module):
         span: rows on either side; distances beyond it use the last one.
         max_distance: with it distances are put into `log_buckets`, `span` of them; None keeps them.
         norm: epsilon of a layer norm over the rows; None for none.
+        dropout: of the rows, in training, anew in every layer.
 
     Raises ValueError and TypeError for numbers out of range.
 
@@ -65,12 +66,17 @@ class RelativeEmbeddings(nn.Module):
     [[4, 3, 2], [5, 4, 3], [6, 5, 4]]
     """
 
-    def __init__(self, dim: int, span: int, *, max_distance: int | None = None, norm: float | None = None) -> None:
+    def __init__(
+        self, dim: int, span: int, *, max_distance: int | None = None, norm: float | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.dim, self.span = whole("dim", dim, 1), whole("span", span, 1)
         self.max_distance = None if max_distance is None else whole("max_distance", max_distance, span)
         self.rows = nn.Parameter(torch.empty(2 * span, dim))
         self.norm = None if norm is None else nn.LayerNorm(dim, norm_eps(norm))
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout: expected a number in [0, 1], got {dropout}")
+        self.dropout = dropout
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -78,7 +84,8 @@ class RelativeEmbeddings(nn.Module):
         nn.init.normal_(self.rows, std=0.02)
 
     def forward(self) -> Tensor:
-        return self.rows if self.norm is None else self.norm(self.rows)
+        rows = self.rows if self.norm is None else self.norm(self.rows)
+        return nn.functional.dropout(rows, self.dropout, self.training) if self.dropout and self.training else rows
 
     def relative(self, q_len: int, k_len: int, device: torch.device | None = None) -> Tensor:
         """``bucket(i - j)`` (Tq, Tk), the queries being the last of the keys' slots."""
@@ -101,6 +108,7 @@ class DisentangledAttention(nn.Module):
         share: the content's projections make the places' queries and keys too (``share_att_key``).
         talking: linear mixing of the heads' scores and of their weights (DeBERTa's ``talking_head``).
         scores: `Scores`: dropout (in training only); the scale is the equation's.
+        key_bias: whether the maps to keys, of contents and of places, have biases; DeBERTa's first version has none.
 
     Parameters: ``q_proj k_proj v_proj o_proj`` and, unless shared, ``place_k_proj place_q_proj``; ``logits_mix
     weights_mix``. Places are distances of slots. Raises ValueError and TypeError for tensors that do not fit. Cost
@@ -121,6 +129,7 @@ class DisentangledAttention(nn.Module):
         share: bool = False,
         talking: bool = False,
         scores: Scores | None = None,
+        key_bias: bool = True,
     ) -> None:
         super().__init__()
         self.dim, self.heads = whole("dim", dim, 1), whole("heads", heads, 1)
@@ -136,9 +145,10 @@ class DisentangledAttention(nn.Module):
         if self.scores.sink or self.scores.steps or self.scores.scale is not None:
             raise ValueError(f"scores: expected dropout alone, got {self.scores}")
         self.head_dim, self.relative, self.terms, self.share = dim // heads, relative, tuple(terms), share
-        self.q_proj, self.k_proj, self.v_proj = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.q_proj, self.v_proj = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.k_proj = nn.Linear(dim, dim, bias=key_bias)
         asks, answers = (term in terms and not share for term in TERMS)
-        self.place_k_proj = nn.Linear(dim, dim) if asks else None
+        self.place_k_proj = nn.Linear(dim, dim, bias=key_bias) if asks else None
         self.place_q_proj = nn.Linear(dim, dim) if answers else None
         self.logits_mix = nn.Linear(heads, heads, bias=False) if talking else None
         self.weights_mix = nn.Linear(heads, heads, bias=False) if talking else None

@@ -87,7 +87,7 @@ class MultiHeadAttention(nn.Module):
         q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.context_dim = dim if p.context_dim is None else p.context_dim  # of what keys and values are made from
         self.q_proj = nn.Linear(dim, q_width, bias=p.bias)
-        self.k_proj = nn.Linear(self.context_dim, kv_width, bias=p.bias)
+        self.k_proj = nn.Linear(self.context_dim, kv_width, bias=p.bias if p.key_bias is None else p.key_bias)
         self.v_proj = nn.Linear(self.context_dim, kv_width, bias=p.bias)
         self.gate_proj = nn.Linear(dim, q_width, bias=p.bias) if p.gate else None
         self.o_proj = nn.Linear(q_width, dim, bias=p.bias if p.out_bias is None else p.out_bias) if p.out else None

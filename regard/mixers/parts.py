@@ -241,6 +241,7 @@ class Projections:
 
     Args:
         bias: q, k, v projections have biases.
+        key_bias: the k projection has one; as `bias` by default.
         out_bias: the output projection has one; as `bias` by default.
         out: there is an output projection at all (BERT's self-attention module has none of its own).
         context_dim: width of the context that keys and values are made from; the layer's own by default.
@@ -252,6 +253,7 @@ class Projections:
     """
 
     bias: bool = False
+    key_bias: bool | None = None
     out_bias: bool | None = None
     out: bool = True
     context_dim: int | None = None

@@ -26,6 +26,7 @@ from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
 from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
+from regard.models.masked_words import MaskedWordsHead
 from regard.models.model import Model, Origin
 from regard.models.sampling import Sampling
 from regard.models.tokenizer import TextStream, Tokenizer
@@ -50,6 +51,7 @@ __all__ = [
     "Generation",
     "Layout",
     "LogitsBias",
+    "MaskedWordsHead",
     "MixtureOfExperts",
     "Model",
     "ModelCache",

@@ -30,6 +30,7 @@ __all__ = [
     "Scaled",
     "ScaledResidual",
     "Softcap",
+    "tied_table",
     "tokens_of_call",
 ]
 
@@ -288,6 +289,22 @@ class Softcap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cap * torch.tanh(x / self.cap)
+
+
+def tied_table(embedding: nn.Module) -> Tensor:
+    """The table that a tied head reads: the embedding's weight, if that is all that the embedding looks up.
+
+    Raises:
+        ValueError: where it looks up something else.
+    """
+    tokens: nn.Module = embedding.tokens  # type: ignore[assignment]
+    if type(tokens).forward is not nn.Embedding.forward or "forward" in tokens.__dict__:
+        raise ValueError(
+            f"head: it is tied to embedding.tokens.weight, and embedding.tokens is a {type(tokens).__name__} that"
+            " looks up something else; expected an nn.Embedding there, or a head of its own"
+        )
+    weight: Tensor = tokens.weight  # type: ignore[assignment]
+    return weight
 
 
 def tokens_of_call(layer: nn.Module, resolved: TokenLayout, segments: Tensor | None) -> dict[str, Any]:

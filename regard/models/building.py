@@ -107,7 +107,7 @@ def from_config(
     origin, source = _origin(config)
     layout = origin.layout
     assert isinstance(layout, Layout)
-    asked = Asked(lambda name: True)  # BERT's pooler: as transformers makes it
+    asked = Asked(lambda name: None)  # parts such as BERT's pooler: as transformers makes them
     plan = layout.read(origin.config, source, asked, most=MOST)
     kind = dtype or stated_dtype(origin.config, source) or torch.float32
     start = layout.start(origin.config, source)

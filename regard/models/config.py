@@ -174,7 +174,7 @@ class Config:
         source: str,
         synonyms: Mapping[str, str] | None = None,
         most: Mapping[str, int] | None = None,
-        holds: Callable[[str], bool] | None = None,
+        holds: Callable[[str], bool | None] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.source = source
@@ -191,9 +191,13 @@ class Config:
             self.values[proper] = value
             self._spelled[proper] = name
 
-    def holds(self, name: str) -> bool:
-        """Whether the file has a tensor of that name, for a part that is there or not without an option saying so."""
-        return self._holds is not None and self._holds(name)
+    def holds(self, name: str, *, new: bool = True) -> bool:
+        """Whether the file has a tensor of that name, for a part that is there or not without an option saying so.
+
+        `new` is the answer for a model without a file.
+        """
+        found = False if self._holds is None else self._holds(name)
+        return new if found is None else found
 
     def error(self, name: str, value: object, expected: str) -> CheckpointError:
         """A refusal of one option that names it, what is expected and what came."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.models.blocks import Embedding, tokens_of_call
+from regard.models.blocks import Embedding, tied_table, tokens_of_call
 from regard.models.cache import ModelCache, check_ids
 from regard.models.cross import check_context
 from regard.models.model import Model
@@ -89,7 +89,7 @@ class Decoder(Model):
             CacheFull: where the tokens do not fit; the cache is unchanged.
         """
         if self.head is None:
-            self._table()  # raises before anything changes
+            tied_table(self.embedding)  # raises before anything changes
         x = self.hidden(
             ids,
             keep=keep,
@@ -101,7 +101,7 @@ class Decoder(Model):
         )
         if last_only:
             x = x[:, -1:]
-        logits = F.linear(x, self._table()) if self.head is None else self.head(x)
+        logits = F.linear(x, tied_table(self.embedding)) if self.head is None else self.head(x)
         return logits if self.finish is None else self.finish(logits)
 
     def hidden(
@@ -146,17 +146,6 @@ class Decoder(Model):
             more = context if getattr(layer, "reads_context", False) else {}
             x = layer(x, **tokens_of_call(layer, resolved, segments), cache=cache, **more)
         return x
-
-    def _table(self) -> Tensor:
-        """The table that a tied head reads: the embedding's weight, if that is all that the embedding looks up."""
-        tokens: nn.Module = self.embedding.tokens
-        if type(tokens).forward is not nn.Embedding.forward or "forward" in tokens.__dict__:
-            raise ValueError(
-                f"head: it is tied to embedding.tokens.weight, and embedding.tokens is a {type(tokens).__name__} that"
-                " looks up something else; expected an nn.Embedding there, or a head of its own"
-            )
-        weight: Tensor = tokens.weight  # type: ignore[assignment]
-        return weight
 
     def init_cache(
         self,

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.checks import describe
-from regard.models.blocks import Embedding, tokens_of_call
+from regard.models.blocks import Embedding, tied_table, tokens_of_call
 from regard.models.cache import check_ids
+from regard.models.masked_words import MaskedWordsHead
 from regard.models.model import Model
 from regard.tokens import resolve_tokens
 
@@ -41,6 +42,7 @@ class Encoder(Model):
         layers: one factory a layer, called with the layer's number.
         norm: the last norm, or ``None``.
         pooler: from the last hidden state to one vector a row, or ``None``; see `pool`.
+        head: from the last hidden state to logits of words, or ``None``; see `logits`.
 
     >>> import torch
     >>> class Patches(nn.Module):  # squares of 2 by 2 pixels as tokens
@@ -59,12 +61,14 @@ class Encoder(Model):
         layers: Sequence[Callable[[int], nn.Module]],
         norm: nn.Module | None = None,
         pooler: nn.Module | None = None,
+        head: MaskedWordsHead | None = None,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.layers = nn.ModuleList([make(i) for i, make in enumerate(layers)])
         self.norm = norm
         self.pooler = pooler
+        self.head = head
 
     def forward(
         self,
@@ -120,4 +124,16 @@ class Encoder(Model):
         if self.pooler is None:
             raise ValueError("pooler: expected an encoder that was built or loaded with one, got none")
         out: Tensor = self.pooler(hidden)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``(..., vocabulary)`` of the words that stand behind masks, from the last hidden state ``(..., dim)``.
+
+        Raises:
+            ValueError: where the model has no such head.
+        """
+        if self.head is None:
+            raise ValueError("head: expected an encoder that was built or loaded with a head of words, got none")
+        table = tied_table(self.embedding) if self.head.weight is None else None
+        out: Tensor = self.head(hidden, table)
         return out

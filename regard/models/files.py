@@ -269,10 +269,10 @@ def path_of(name: str, path: object) -> Path:
 
 
 class Asked:
-    """Tells whether tensors are in a file, and keeps the answers: saving the model gives the same ones."""
+    """Tells whether tensors are in a file, ``None`` without one, and keeps the answers: saving gives the same ones."""
 
-    def __init__(self, has: Callable[[str], bool]) -> None:
-        self.has, self.answers = has, dict[str, bool]()
+    def __init__(self, has: Callable[[str], bool | None]) -> None:
+        self.has, self.answers = has, dict[str, bool | None]()
 
-    def __call__(self, name: str) -> bool:
+    def __call__(self, name: str) -> bool | None:
         return self.answers.setdefault(name, self.has(name))

@@ -36,7 +36,7 @@ class Family(Protocol):
     def headless(self) -> bool:
         """Whether a folder is written without head and prefix."""
 
-    def read(self, config: Mapping[str, Any], source: str, has: Callable[[str], bool]) -> Any:
+    def read(self, config: Mapping[str, Any], source: str, has: Callable[[str], bool | None]) -> Any:
         """What options say of a model's parts and tensors."""
 
     def save(self, model: Model, folder: str | Path) -> None:
@@ -53,7 +53,8 @@ class Origin:
         tokenizer: or, where the file has none that can be used, the reason as text.
         end_ids: the tokens that end a text.
         extras: further small JSON files of the folder, by name, that ``save`` writes back.
-        parts: tensors that are there or not without an option saying so, by their names in the file.
+        parts: tensors that are there or not without an option saying so, by their names in the file; ``None`` without a
+            file.
     """
 
     layout: Family
@@ -61,7 +62,7 @@ class Origin:
     tokenizer: Tokenizer | str = "the checkpoint has no tokenizer.json"
     end_ids: tuple[int, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, bool] = field(default_factory=dict)
+    parts: Mapping[str, bool | None] = field(default_factory=dict)
 
 
 class Model(nn.Module):

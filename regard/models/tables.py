@@ -76,14 +76,15 @@ class Shared:
 
 @dataclass(frozen=True)
 class Transposed:
-    """A weight stored as ``(in, out)``."""
+    """A weight stored as ``(in, out)``; `then` is what its transpose holds."""
+
+    then: Reshape = field(default_factory=Same)
 
     def split(self, stored: Tensor) -> Sequence[Tensor]:
-        return (stored.t().contiguous(),)
+        return self.then.split(stored.t().contiguous())
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        (part,) = parts
-        return part.t().contiguous()
+        return self.then.join(parts).t().contiguous()
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,17 @@ def write_folder(model: Model, folder: str | Path) -> None:
             f"the model's parameters do not fit the layout {layout.model_type!r}: {listed(sorted(wanted ^ set(own)))}"
         )
     tensors = {
-        row.stored.removeprefix(layout.prefix) if layout.headless else row.stored: row.reshape.join(
+        row.stored.removeprefix(layout.prefix) if layout.headless and not plan.headed else row.stored: row.reshape.join(
             [part_of(own[whole_name(n)], n) for n in row.own]
         )
         for row in plan.rows
     }
     dtype = next(iter(own.values())).dtype
     tensors |= {entry.stored: entry.make().to(dtype) for entry in plan.computed}
-    texts: dict[str, Any] = {**origin.extras, "config.json": _written_config(origin, own)}
+    texts: dict[str, Any] = {
+        **origin.extras,
+        "config.json": _written_config(origin, own, plan.headed or layout.architecture),
+    }
     with replacing(folder) as place:
         copies = {name: t.detach().contiguous().cpu() for name, t in tensors.items()}
         try:
@@ -56,12 +59,12 @@ def write_folder(model: Model, folder: str | Path) -> None:
             place("tokenizer.json").write_text(origin.tokenizer.to_json(), encoding="utf-8")
 
 
-def _written_config(origin: Origin, own: Mapping[str, Tensor]) -> dict[str, Any]:
+def _written_config(origin: Origin, own: Mapping[str, Tensor], architecture: str) -> dict[str, Any]:
     config = {k: v for k, v in origin.config.items() if k != "torch_dtype"}
     dtype = str(next(iter(own.values())).dtype).removeprefix("torch.")
     return {
         **config,
-        "architectures": [origin.layout.architecture],
+        "architectures": [architecture],
         "model_type": origin.layout.model_type,
         "dtype": dtype,
     }

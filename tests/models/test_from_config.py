@@ -26,6 +26,7 @@ SMALL = {
     "pad_token_id": 0,
 }
 OTHERS = {name: {"model_type": name, **SMALL} for name in ("granite", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")}
+OTHERS |= {name: {**CONFIGS["t5_v1_1"], "model_type": name} for name in ("mt5", "umt5")}
 OTHERS["kimi_k2"] = {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2"}
 OTHERS["regard_decoder"] = {"model_type": "regard_decoder", "layer_types": ["mamba2", "hgrn", "gqa"], **SMALL}
 for absent in ("num_key_value_heads", "num_hidden_layers"):

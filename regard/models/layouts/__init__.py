@@ -14,11 +14,14 @@ from regard.models.layouts.big_bird import BIG_BIRD
 from regard.models.layouts.bigbird_pegasus import BIGBIRD_PEGASUS
 from regard.models.layouts.bloom import BLOOM
 from regard.models.layouts.catalogue import CATALOGUE
+from regard.models.layouts.deberta import DEBERTA
+from regard.models.layouts.deberta_v2 import DEBERTA_V2
 from regard.models.layouts.deepseek_v2 import DEEPSEEK_V2
 from regard.models.layouts.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from regard.models.layouts.detr import DETR_LAYOUT
 from regard.models.layouts.falcon import FALCON
 from regard.models.layouts.gemma2 import GEMMA2
+from regard.models.layouts.gpt2 import GPT2
 from regard.models.layouts.gpt_oss import GPT_OSS
 from regard.models.layouts.granite import GRANITE
 from regard.models.layouts.jamba import JAMBA
@@ -30,6 +33,8 @@ from regard.models.layouts.mamba import FALCON_MAMBA, MAMBA
 from regard.models.layouts.mamba2 import MAMBA2
 from regard.models.layouts.minimax import MINIMAX
 from regard.models.layouts.mixtral import MIXTRAL
+from regard.models.layouts.modernbert import MODERNBERT
+from regard.models.layouts.mpt import MPT
 from regard.models.layouts.olmo2 import OLMO2
 from regard.models.layouts.olmo_hybrid import OLMO_HYBRID
 from regard.models.layouts.phi3 import PHI3
@@ -38,6 +43,8 @@ from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
 from regard.models.layouts.swin import SWIN, SWINV2
+from regard.models.layouts.t5 import MT5, T5, UMT5
+from regard.models.layouts.whisper import WHISPER
 
 __all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
 
@@ -51,12 +58,15 @@ LAYOUTS: dict[str, Layout] = {
         BIG_BIRD,
         BLOOM,
         CATALOGUE,
+        DEBERTA,
+        DEBERTA_V2,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         DETR_LAYOUT,
         FALCON,
         FALCON_MAMBA,
         GEMMA2,
+        GPT2,
         GPT_OSS,
         GRANITE,
         JAMBA,
@@ -70,13 +80,19 @@ LAYOUTS: dict[str, Layout] = {
         MINIMAX,
         MISTRAL,
         MIXTRAL,
+        MODERNBERT,
+        MPT,
         OLMO2,
         OLMO_HYBRID,
         PHI3,
         QWEN2,
         QWEN3,
         QWEN3_NEXT,
+        MT5,
         RECURRENT_GEMMA,
+        T5,
+        UMT5,
+        WHISPER,
         SWIN,
         SWINV2,
     )

@@ -29,12 +29,15 @@ class Plan:
         tied: names in the file for the table that embedding and head share; empty where they are two tensors. The first
             name is the one that is written.
         computed: tensors that the file may hold besides, which follow from the options.
+        headed: the class that other software loads a saved folder with, where this model has a head and its family is
+            written without; empty otherwise.
     """
 
     make: Callable[[], Model]
     rows: list[Row]
     tied: tuple[str, ...] = ()
     computed: tuple[ComputedTensor, ...] = ()
+    headed: str = ""
 
 
 def plain_start(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class Layout:
         architecture: the class that other software loads a saved folder with.
         plan: from the options to a `Plan`.
         prefix: leads the names of a file with a head, and is absent from one that was saved without it.
-        headless: whether a folder is written without head and prefix.
+        headless: whether a folder is written without head and prefix, unless the plan is `headed`.
         spellings: older endings of tensor names, each with the present one.
         ignored: tensors that may stand unused, with reasons.
         synonyms: other spellings of options.
@@ -85,7 +88,7 @@ class Layout:
         self,
         config: Mapping[str, Any],
         source: str,
-        has: Callable[[str], bool],
+        has: Callable[[str], bool | None],
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         most: Mapping[str, int] | None = None,
     ) -> Plan:
@@ -93,7 +96,8 @@ class Layout:
 
         Args:
             source: the file that holds the options, as errors name it.
-            has: whether the file has a tensor of that name, where no option says whether a part is there.
+            has: whether the file has a tensor of that name, where no option says whether a part is there; it gives
+                ``None`` without a file.
             shapes: of the tensors that there are; they bound the counts that the options may state. ``None``: no bound.
             most: bounds on counts where there are no tensors.
 

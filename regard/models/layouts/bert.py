@@ -7,13 +7,14 @@ from torch import nn
 from regard.mixers.parts import Projections
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.bert_like import HEADS, POSITION_IDS, BertLike, encoder_sizes
+from regard.models.layouts.shared.bert_like import HEADS, POSITION_IDS, BertLike, bert_words, encoder_sizes
 from regard.models.tables import Ignored
 from regard.nn import MultiHeadAttention
 
 __all__ = ["BERT"]
 
-FAMILY = BertLike("bert.", vocab=30522, places=512, act="gelu")
+WORDS = bert_words("bert.", ("BertForMaskedLM", "BertForPreTraining"))
+FAMILY = BertLike("bert.", vocab=30522, places=512, act="gelu", words=WORDS)
 
 
 def _bert(c: Config) -> Plan:
@@ -34,10 +35,10 @@ BERT = Layout(
     spellings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     ignored=(
         POSITION_IDS,
-        Ignored("cls.*", f"masked words and next sentence: {HEADS}"),
+        Ignored("cls.*", f"next sentence, and words where `architectures` names no class with them: {HEADS}"),
         Ignored("classifier.*", HEADS),
         Ignored("qa_outputs.*", HEADS),
     ),
-    # Words and heads of tasks are no part of the encoder.
-    inert=frozenset({"classifier_dropout", "tie_word_embeddings"}),
+    # Heads of tasks are no part of the encoder.
+    inert=frozenset({"classifier_dropout"}),
 )

@@ -12,13 +12,14 @@ from torch import nn
 
 from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.bert_like import HEADS, POSITION_IDS, BertLike, encoder_sizes
+from regard.models.layouts.shared.bert_like import HEADS, POSITION_IDS, BertLike, bert_words, encoder_sizes
 from regard.models.layouts.shared.blocks import read_block_mixer
 from regard.models.tables import Ignored
 
 __all__ = ["BIG_BIRD"]
 
-FAMILY = BertLike("bert.", vocab=50358, places=4096, act="gelu_new", pooler="pooler")
+WORDS = bert_words("bert.", ("BigBirdForMaskedLM", "BigBirdForPreTraining"))
+FAMILY = BertLike("bert.", vocab=50358, places=4096, act="gelu_new", words=WORDS, pooler="pooler")
 
 
 def _big_bird(c: Config) -> Plan:
@@ -41,10 +42,10 @@ BIG_BIRD = Layout(
     headless=True,
     ignored=(
         POSITION_IDS,
-        Ignored("cls.*", f"masked words and next sentence: {HEADS}"),
+        Ignored("cls.*", f"next sentence, and words where `architectures` names no class with them: {HEADS}"),
         Ignored("classifier.*", HEADS),
         Ignored("qa_classifier.*", HEADS),
     ),
-    # Words and heads of tasks are no part of the encoder.
-    inert=frozenset({"classifier_dropout", "tie_word_embeddings"}),
+    # Heads of tasks are no part of the encoder.
+    inert=frozenset({"classifier_dropout"}),
 )

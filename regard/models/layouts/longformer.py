@@ -11,12 +11,22 @@ from regard.models.config import Config
 from regard.models.layouts.base import Layout, Plan
 from regard.models.layouts.shared.bert_like import HEADS, POSITION_IDS, BertLike, encoder_sizes
 from regard.models.layouts.shared.options import attention_reaches, from_zero
+from regard.models.layouts.shared.words import WordsHead
 from regard.models.tables import Ignored
 from regard.nn import Longformer
 
 __all__ = ["LONGFORMER"]
 
-FAMILY = BertLike("longformer.", vocab=30522, places=512, act="gelu")
+WORDS = WordsHead(
+    ("LongformerForMaskedLM",),
+    dense="lm_head.dense",
+    norm="lm_head.layer_norm",
+    decoder="lm_head.decoder",
+    bias="lm_head.bias",
+    table="longformer.embeddings.word_embeddings",
+    act="gelu",
+)
+FAMILY = BertLike("longformer.", vocab=30522, places=512, act="gelu", words=WORDS)
 GLOBAL = {"query_global": "q_global_proj", "key_global": "k_global_proj", "value_global": "v_global_proj"}
 
 
@@ -43,10 +53,10 @@ LONGFORMER = Layout(
     headless=True,
     ignored=(
         POSITION_IDS,
-        Ignored("lm_head.*", f"masked words: {HEADS}"),
+        Ignored("lm_head.*", f"words where `architectures` names no class with them: {HEADS}"),
         Ignored("classifier.*", HEADS),
         Ignored("qa_outputs.*", HEADS),
     ),
-    # Words and heads of tasks are no part of the encoder; the export changes how the window is cut, not what it holds.
-    inert=frozenset({"classifier_dropout", "onnx_export", "tie_word_embeddings"}),
+    # Heads of tasks are no part of the encoder; the export changes how the window is cut, not what it holds.
+    inert=frozenset({"classifier_dropout", "onnx_export"}),
 )

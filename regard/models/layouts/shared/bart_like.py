@@ -61,14 +61,24 @@ class StackSizes:
     places: int
 
 
-def stack_sizes(c: Config, stack: str, *, layers: int, places: str, default_places: int) -> StackSizes:
+def stack_sizes(
+    c: Config,
+    stack: str,
+    *,
+    layers: int,
+    places: str,
+    default_places: int,
+    dim: int = 1024,
+    heads: int = 16,
+    hidden: int = 4096,
+) -> StackSizes:
     """The sizes of the ``"encoder"`` or the ``"decoder"``; `places` names the option for its positions."""
     own = {"encoder": ("num_hidden_layers", "num_attention_heads")}
     count, head_count = own.get(stack, (f"{stack}_layers", f"{stack}_attention_heads"))
-    dim, heads = c.count("hidden_size", 1024), c.count(head_count, 16)
+    dim, heads = c.count("hidden_size", dim), c.count(head_count, heads)
     if dim % heads:
         raise c.error(head_count, heads, f"a divisor of d_model={dim}")
-    hidden = c.count(f"{stack}_ffn_dim", 4096)
+    hidden = c.count(f"{stack}_ffn_dim", hidden)
     return StackSizes(dim, c.count(count, layers), heads, hidden, c.count(places, default_places))
 
 

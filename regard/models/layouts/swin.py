@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from regard.models.config import Config
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
+from regard.models.images.patches import GridPlaces
 from regard.models.images.swin import (
     BranchNorm,
-    GridPlaces,
     PatchGrid,
     PatchMerging,
     SwinBlock,

@@ -8,6 +8,7 @@ from typing import Any
 from regard.errors import CheckpointError
 from regard.models.layouts.bailing_hybrid import BAILING_HYBRID
 from regard.models.layouts.base import Layout, Plan
+from regard.models.layouts.beit import BEIT
 from regard.models.layouts.bert import BERT
 from regard.models.layouts.big_bird import BIG_BIRD
 from regard.models.layouts.bigbird_pegasus import BIGBIRD_PEGASUS
@@ -34,7 +35,9 @@ from regard.models.layouts.qwen2 import QWEN2
 from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
+from regard.models.layouts.siglip import SIGLIP, SIGLIP_VISION
 from regard.models.layouts.swin import SWIN, SWINV2
+from regard.models.layouts.vit import DEIT, VIT
 
 __all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
 
@@ -42,6 +45,7 @@ LAYOUTS: dict[str, Layout] = {
     layout.model_type: layout
     for layout in (
         BAILING_HYBRID,
+        BEIT,
         BERT,
         BIGBIRD_PEGASUS,
         BIG_BIRD,
@@ -49,6 +53,7 @@ LAYOUTS: dict[str, Layout] = {
         CATALOGUE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEIT,
         DETR_LAYOUT,
         FALCON,
         GEMMA2,
@@ -70,8 +75,11 @@ LAYOUTS: dict[str, Layout] = {
         QWEN3,
         QWEN3_NEXT,
         RECURRENT_GEMMA,
+        SIGLIP,
+        SIGLIP_VISION,
         SWIN,
         SWINV2,
+        VIT,
     )
 }
 """Every family that can be loaded, by its ``model_type``."""

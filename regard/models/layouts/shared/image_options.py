@@ -1,10 +1,43 @@
-"""Options that families of image models state the same way."""
+"""Options that families of image models state the same way, and how their files store places."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from regard.models.config import Config
 
-__all__ = ["read_counts", "read_labels", "read_pair"]
+__all__ = ["PlacesOnGrid", "read_counts", "read_labels", "read_pair"]
+
+
+@dataclass(frozen=True)
+class PlacesOnGrid:
+    """Vectors of places, one after another in the file: those of the first `tokens`, then the grid's, row by row.
+
+    In the model the grid's are a tensor of their own, (rows, columns, dim), behind that of the tokens where there are
+    some. `leading` says whether the file's tensor has a first axis of size 1.
+    """
+
+    size: tuple[int, int]
+    tokens: int = 0
+    leading: bool = True
+
+    def split(self, stored: Tensor) -> Sequence[Tensor]:
+        count = self.tokens + self.size[0] * self.size[1]
+        if stored.ndim != 2 + self.leading or tuple(stored.shape[:-1]) != ((1, count) if self.leading else (count,)):
+            before = f"{self.tokens} tokens and " if self.tokens else ""
+            raise ValueError(f"shape: expected a vector each for {before}{self.size}, got {tuple(stored.shape)}")
+        places = stored[0] if self.leading else stored
+        grid = places[self.tokens :].view(*self.size, -1)
+        return (places[: self.tokens], grid) if self.tokens else (grid,)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        *before, grid = parts
+        places = torch.cat([*before, grid.flatten(0, 1)])
+        return places[None] if self.leading else places
 
 
 def _is_count(value: object) -> bool:

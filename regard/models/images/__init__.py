@@ -8,10 +8,12 @@ from regard.models.images.matching import Detections, Objects, SetLoss, SetLosse
 from regard.models.images.pictures import Preprocessing, open_picture
 from regard.models.images.resnet import RESNETS, ResNet, ResNetShape
 from regard.models.images.swin import SwinTransformer
+from regard.models.images.vit import ImageEncoder
 
 __all__ = [
     "COATNETS",
     "DETR",
+    "ImageEncoder",
     "RESNETS",
     "CoAtNet",
     "CoAtNetShape",

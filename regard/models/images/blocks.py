@@ -56,7 +56,8 @@ class ImageBlock(PreNorm):
         if not 0 <= skipped < 1:
             raise ValueError(f"skipped: expected a probability below 1, got {skipped}")
         self.skipped = skipped
-        self.mixer_scale, self.ff_scale = scales or (None, None)
+        self.mixer_scale = None if scales is None else scales[0]
+        self.ff_scale = None if scales is None else scales[1]
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
         x = x + self._branch(self._drop(self.mixer(self.mixer_norm(x), **call), self.mixer_dropout), self.mixer_scale)

@@ -297,7 +297,8 @@ class ImageEncoder(Model):
             ValueError, TypeError: for images of another size, shape or dtype.
         """
         hidden = self.hidden(images, interpolate=interpolate)
-        return hidden if self.classifier is None else self.classifier(self.pool(hidden))
+        scores: Tensor = hidden if self.classifier is None else self.classifier(self.pool(hidden))
+        return scores
 
     def hidden(self, images: Tensor, *, interpolate: bool = False) -> Tensor:
         """The last hidden state, normed: ``(B, T, dim)``, the patches row by row behind the learned tokens."""
@@ -314,7 +315,8 @@ class ImageEncoder(Model):
             call["bias"] = self.places(call["grid"])
         for layer in self.layers:
             x = layer(x, **(call if getattr(getattr(layer, "mixer", layer), "takes_grid", False) else {}))
-        return x if self.norm is None else self.norm(x)
+        out: Tensor = x if self.norm is None else self.norm(x)
+        return out
 
     def pool(self, hidden: Tensor) -> Tensor:
         """One vector an image from the last hidden state: ``(B, dim)``, or what the pooler gives.

@@ -1,6 +1,6 @@
 """BEiT: relative places of a class token and a grid, scaled branches, the mean of the patches.
 
-Bao et al. 2021, arXiv:2106.08254. Released models read images of one size; others are read where a call says so, by resized tables.
+Bao et al. 2021, arXiv:2106.08254.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from regard.models.layouts.shared.vit_like import (
     HIDDEN,
     ImageLayout,
     layer_rows,
+    read_class,
     read_scores,
     token_rows,
     vit_sizes,
@@ -41,8 +42,10 @@ def _beit(c: Config) -> Plan:
         raise c.error("drop_path_rate", skipped, "a probability below 1")
     mean, classes = c.flag("use_mean_pooling", True), read_labels(c)
     head_dim = None if c.get("head_dim") is None else c.count("head_dim", 64)
-    headed = c.holds("classifier.weight")
-    pooled = headed or not mean or c.holds(f"{PREFIX}pooler.layernorm.weight")
+    pooler_norm = f"{PREFIX}pooler.layernorm.weight"
+    found = read_class(c, {"BeitForImageClassification": "classifier.weight", "BeitModel": pooler_norm})
+    headed = found == "BeitForImageClassification"
+    pooled = headed or not mean or c.holds(pooler_norm)
 
     def layer(i: int) -> nn.Module:
         mixer = PatchAttention(

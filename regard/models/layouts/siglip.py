@@ -21,7 +21,7 @@ from regard.models.images.vit import AttentionPooler, ImageEncoder, MeanPooler
 from regard.models.layouts.base import Plan
 from regard.models.layouts.shared.image_options import PlacesOnGrid, read_labels
 from regard.models.layouts.shared.rows import BOTH, MIXER, module_rows
-from regard.models.layouts.shared.vit_like import ImageLayout, read_scores, vit_sizes
+from regard.models.layouts.shared.vit_like import ImageLayout, read_class, read_scores, vit_sizes
 from regard.models.model import Model
 from regard.models.tables import FusedQKV, Ignored, Row, Viewed, fused_rows, per_layer
 from regard.nn import MultiHeadAttention
@@ -89,7 +89,9 @@ def _vision(c: Config, classes: int | None = None) -> Plan:
 
 def _siglip(c: Config) -> Plan:
     vision = Config(c.table("vision_config"), f"{c.source}: vision_config", most=c.most)
-    plan = _vision(vision, read_labels(c) if c.holds("classifier.weight") else None)
+    classes = read_labels(c)
+    found = read_class(c, {"SiglipForImageClassification": "classifier.weight", "SiglipModel": "logit_scale"})
+    plan = _vision(vision, None if found != "SiglipForImageClassification" else classes)
     vision.only("model_type", ("siglip_vision_model", None))
     vision.close()
     return plan

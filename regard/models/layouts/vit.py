@@ -18,6 +18,7 @@ from regard.models.layouts.shared.vit_like import (
     HIDDEN,
     ImageLayout,
     layer_rows,
+    read_class,
     read_pooler,
     read_scores,
     token_rows,
@@ -29,16 +30,21 @@ from regard.nn import MultiHeadAttention
 __all__ = ["DEIT", "VIT"]
 
 
-def _plan(c: Config, prefix: str, names: tuple[str, ...]) -> Plan:
+ENDS = ("ForImageClassificationWithTeacher", "ForImageClassification", "Model")
+
+
+def _plan(c: Config, kind: str, names: tuple[str, ...]) -> Plan:
     """A model with these learned tokens; which head it has is for the file to say."""
-    sizes = vit_sizes(c)
+    sizes, prefix = vit_sizes(c), f"{kind.lower()}."
     bias, dropout = c.flag("qkv_bias", True), c.dropout("hidden_dropout_prob", 0.0)
     scores, classes = read_scores(c, "attention_probs_dropout_prob"), read_labels(c)
     head_dim = None if c.get("head_dim") is None else c.count("head_dim", 64)
     pooler = read_pooler(c, sizes.dim)
-    distilled = len(names) > 1 and c.holds("distillation_classifier.weight")
-    headed = not distilled and c.holds("classifier.weight")
-    pooled = not distilled and not headed and c.holds(f"{prefix}pooler.dense.weight")
+    heads = {"ForImageClassification": "classifier.weight", "Model": f"{prefix}pooler.dense.weight"}
+    if len(names) > 1:
+        heads = {"ForImageClassificationWithTeacher": "distillation_classifier.weight", **heads}
+    found = read_class(c, {kind + end: tensor for end, tensor in heads.items()})
+    distilled, headed, pooled = (found == kind + end for end in ENDS)
 
     def layer(i: int) -> nn.Module:
         projections = Projections(bias=bias, out_bias=True)
@@ -54,21 +60,23 @@ def _plan(c: Config, prefix: str, names: tuple[str, ...]) -> Plan:
             head = FirstTokens(), nn.Linear(sizes.dim, classes)
         return ImageEncoder(embedding, [layer] * sizes.layers, sizes.norm(), *head)
 
-    heads = {"classifier": "classifier"} if headed else {}
+    ends = {f"{prefix}layernorm": "norm"}
     if distilled:
-        heads = {"cls_classifier": "classifier.labels", "distillation_classifier": "classifier.teacher"}
+        ends |= {"cls_classifier": "classifier.labels", "distillation_classifier": "classifier.teacher"}
+    elif headed:
+        ends |= {"classifier": "classifier"}
     elif pooled:
-        heads = {f"{prefix}pooler.dense": "pooler.dense"}
-    rows = token_rows(prefix, sizes, names) + module_rows({f"{prefix}layernorm": "norm", **heads}, BOTH)
+        ends |= {f"{prefix}pooler.dense": "pooler.dense"}
+    rows = token_rows(prefix, sizes, names) + module_rows(ends, BOTH)
     return Plan(make, rows + layer_rows(prefix, sizes.layers, bias=bias, key_bias=True, more={}))
 
 
 def _vit(c: Config) -> Plan:
-    return _plan(c, "vit.", ("cls_token",))
+    return _plan(c, "ViT", ("cls_token",))
 
 
 def _deit(c: Config) -> Plan:
-    return _plan(c, "deit.", ("cls_token", "distillation_token"))
+    return _plan(c, "DeiT", ("cls_token", "distillation_token"))
 
 
 def _ignored(prefix: str) -> tuple[Ignored, ...]:

@@ -22,7 +22,17 @@ from regard.models.model import Model
 from regard.models.tables import Row, Viewed, per_layer
 from regard.models.writing import write_folder
 
-__all__ = ["HIDDEN", "ImageLayout", "ViTSizes", "layer_rows", "read_pooler", "token_rows", "vit_sizes"]
+__all__ = [
+    "HIDDEN",
+    "ImageLayout",
+    "ViTSizes",
+    "layer_rows",
+    "read_class",
+    "read_pooler",
+    "read_scores",
+    "token_rows",
+    "vit_sizes",
+]
 
 HIDDEN = "pre-training by hidden patches; the model ends at the classes"
 REST = {
@@ -91,6 +101,17 @@ def vit_sizes(c: Config, *, act: str = "gelu", eps: float = 1e-12) -> ViTSizes:
     if 0 in sizes.grid:
         raise c.error("patch_size", c.get("patch_size", 16), f"at most image_size={sizes.image}")
     return sizes
+
+
+def read_class(c: Config, classes: Mapping[str, str]) -> str | None:
+    """The class that a model has: of those, each with a tensor, that the file holds, the one that the options name.
+
+    Where they name none of them it is the first that is held, or None. A model from options alone may hold all.
+    """
+    held = [name for name, tensor in classes.items() if c.holds(tensor)]
+    named = c.get("architectures")
+    named = named if isinstance(named, list) else []
+    return next((name for name in held if name in named), held[0] if held else None)
 
 
 def read_scores(c: Config, option: str) -> Scores:

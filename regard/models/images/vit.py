@@ -153,9 +153,10 @@ class PatchAttention(MultiHeadAttention):
         bias: Bias | None = None,
         **call: Any,
     ) -> tuple[Tensor, Tensor, KVView, dict[str, Any]]:
-        if context is not None or call:
-            given = ", ".join(["context"] * (context is not None) + list(call))
-            raise TypeError(f"{given}: expected nothing, for every patch reads every patch of its image")
+        call.pop("positions", None)  # counts along the row, which nothing here reads
+        given = {name: value for name, value in (("context", context), *call.items()) if value is not None}
+        if given:
+            raise TypeError(f"{', '.join(given)}: expected None, for every patch reads every patch of its image")
         if grid is None and (self.places is not None or self.turn is not None):
             raise TypeError("grid: expected (rows, columns) of the patches, got None")
         check_tokens(self, "x", x, self.dim)

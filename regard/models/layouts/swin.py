@@ -24,7 +24,7 @@ from regard.models.images.swin import (
     SwinV2Block,
 )
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.image_options import PlacesOnGrid, read_counts, read_labels, read_pair
+from regard.models.layouts.shared.image_options import PlacesOnGrid, read_counts, read_labels
 from regard.models.layouts.shared.options import read_eps
 from regard.models.layouts.shared.rows import BOTH, WEIGHT, kinds, module_rows
 from regard.models.tables import Ignored, Row, Viewed
@@ -75,9 +75,7 @@ def _sizes(c: Config) -> _Sizes:
     c.only("hidden_size", (dim * 2 ** (len(depths) - 1), None), "the width of the last stage")
     c.only("path_norm", (True, None), "a norm behind the patches")
     c.only("attention_probs_dropout_prob", (0.0, None), "windows without dropout of weights")
-    return _Sizes(
-        dim, depths, heads, c.count("window_size", 7), read_pair(c, "image_size", 224), read_pair(c, "patch_size", 4)
-    )
+    return _Sizes(dim, depths, heads, c.count("window_size", 7), c.pair("image_size", 224), c.pair("patch_size", 4))
 
 
 def _plan(

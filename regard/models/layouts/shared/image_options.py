@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.models.config import Config
+from regard.models.config import Config, is_count
 
-__all__ = ["PlacesOnGrid", "read_counts", "read_labels", "read_pair"]
+__all__ = ["PlacesOnGrid", "read_counts", "read_labels"]
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,11 @@ class PlacesOnGrid:
         return places[None] if self.leading else places
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
-
-
-def read_pair(c: Config, name: str, default: int) -> tuple[int, int]:
-    """(rows, columns) of images or patches: one number for both, or a list of two."""
-    given = c.get(name, default)
-    if isinstance(given, (list, tuple)):
-        if len(given) != 2 or not all(_is_count(n) for n in given):
-            raise c.error(name, given, "a positive integer, or two of them")
-        return given[0], given[1]
-    side = c.count(name, default)
-    return side, side
-
-
 def read_counts(c: Config, name: str, default: tuple[int, ...], *, length: int | None = None) -> tuple[int, ...]:
     """A list of positive integers, one a stage."""
     given = c.get(name, default)
     given = default if given is None else given
-    fine = isinstance(given, (list, tuple)) and 0 < len(given) <= 64 and all(_is_count(n) for n in given)
+    fine = isinstance(given, (list, tuple)) and 0 < len(given) <= 64 and all(is_count(n) for n in given)
     if not fine or (length is not None and len(given) != length):
         raise c.error(name, given, "a list of positive integers" + ("" if length is None else f", {length} of them"))
     return tuple(given)

@@ -15,7 +15,7 @@ from regard.models.encoder import FirstTokenPooler
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
 from regard.models.images.patches import PatchTokens, TokenPlaces
 from regard.models.layouts.base import Layout
-from regard.models.layouts.shared.image_options import PlacesOnGrid, read_pair
+from regard.models.layouts.shared.image_options import PlacesOnGrid
 from regard.models.layouts.shared.options import read_eps
 from regard.models.layouts.shared.rows import BOTH, MIXER, kinds, module_rows
 from regard.models.model import Model
@@ -93,8 +93,8 @@ def vit_sizes(c: Config, *, act: str = "gelu", eps: float = 1e-12) -> ViTSizes:
         heads,
         c.count("intermediate_size", 3072),
         c.count("num_channels", 3),
-        read_pair(c, "image_size", 224),
-        read_pair(c, "patch_size", 16),
+        c.pair("image_size", 224),
+        c.pair("patch_size", 16),
         c.name("hidden_act", act, ACTIVATIONS),
         read_eps(c, eps, "layer_norm_eps"),
     )

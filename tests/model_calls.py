@@ -6,17 +6,19 @@ import torch
 from torch import Tensor
 
 from regard.models import EncoderDecoder, Model
-from regard.models.images import DETR, SwinTransformer
+from regard.models.images import DETR, ImageEncoder, SwinTransformer
 from regard.models.layouts.whisper import MelEmbedding
 from regard.nn import Longformer
 
 
 def read_by(model: Model, ids: Tensor) -> Tensor:
     """The ids, or as many images for a model of images, in its parameters' dtype."""
-    if not isinstance(model, (DETR, SwinTransformer)):
+    if not isinstance(model, (DETR, ImageEncoder, SwinTransformer)):
         return ids
     like = next(model.parameters())
-    one = torch.linspace(-9, 9, 3 * 18 * 24, device=like.device).sin().to(like.dtype).view(1, 3, 18, 24)
+    rows, columns = model.embedding.image if isinstance(model, ImageEncoder) else (18, 24)
+    one = torch.linspace(-9, 9, 3 * rows * columns, device=like.device).sin().to(like.dtype)
+    one = one.view(1, 3, rows, columns)
     return one.expand(len(ids), -1, -1, -1)
 
 

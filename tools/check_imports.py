@@ -41,6 +41,7 @@ LAYERS = {
 TOP = 8
 # Modules that are imported inside functions alone: the command line's own, by its `main`, and the templates' sandbox.
 ALLOWED_AT_IMPORT = {
+    "regard.cli.classifying": {"rich"},
     "regard.cli.commands": {"typer", "rich"},
     "regard.cli.detecting": {"rich"},
     "regard.cli.generating": {"rich"},

@@ -11,11 +11,12 @@ tensor([[ 0.0000,  0.0625],
 
 from regard.biases.alibi import Alibi, alibi_slopes
 from regard.biases.base import Bias, Dense, Sum, as_bias
-from regard.biases.relative import RelativeBuckets, RelativeTable, relative_bucket
+from regard.biases.relative import ClassTable, RelativeBuckets, RelativeTable, relative_bucket
 
 __all__ = [
     "Alibi",
     "Bias",
+    "ClassTable",
     "Dense",
     "RelativeBuckets",
     "RelativeTable",

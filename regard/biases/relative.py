@@ -1,4 +1,4 @@
-"""Learned tables of relative positions: T5's buckets, and one number per offset on a grid."""
+"""Learned tables of relative positions: T5's buckets, and one number per offset on a grid, alone or behind a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.biases.base import Bias, needs_heads
 from regard.checks import describe, whole
 from regard.coordinates import TileIndices
 
-__all__ = ["RelativeBuckets", "RelativeTable", "relative_bucket"]
+__all__ = ["ClassTable", "RelativeBuckets", "RelativeTable", "relative_bucket"]
 
 
 class _Table(Bias):
@@ -123,14 +123,55 @@ class RelativeTable(_Table):
             )
 
     def index(self, indices: TileIndices) -> Tensor:
-        index = torch.zeros_like(indices.i - indices.j)
-        below = math.prod(self.size)
+        return _grid_index(indices.i, indices.j, self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class ClassTable(_Table):
+    """`RelativeTable` of a grid whose slots start at 1: slot 0 is a class token, with three rows of its own (BEiT).
+
+    `table` has the grid's ``(2 H - 1) (2 W - 1)`` rows and then those of (class token, grid), (grid, class token) and
+    (class token, class token), query first.
+
+    Bao et al. 2021, arXiv:2106.08254.
+    """
+
+    table: Tensor
+    size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _is_table(self.table, "(offsets, H)")
+        if self.table.shape[0] < 3:
+            raise ValueError(f"table: a class token has 3 rows, got {self.table.shape[0]}")
+        object.__setattr__(self, "size", RelativeTable(self.table[:-3], self.size).size)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> ClassTable:
+        return ClassTable(tensors[0], self.size)
+
+    def check(self, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        super().check(batch, heads, q_len, k_len)
+        if max(q_len, k_len) > 1 + math.prod(self.size):
+            raise ValueError(
+                f"ClassTable.size: a class token and a grid of {self.size} have {1 + math.prod(self.size)} slots, got"
+                f" {max(q_len, k_len)}"
+            )
+
+    def index(self, indices: TileIndices) -> Tensor:
+        first, last = self.table.shape[0] - 3, self.table.shape[0] - 1
         i, j = indices.i, indices.j
-        for n in self.size:
-            below //= n
-            index = index * (2 * n - 1) + (i // below - j // below) + (n - 1)
-            i, j = i % below, j % below
-        return index
+        inside = _grid_index((i - 1).clamp(min=0), (j - 1).clamp(min=0), self.size)
+        of_keys = torch.where(j == 0, first + 1, inside)
+        return torch.where(i == 0, torch.where(j == 0, last, first), of_keys)
+
+
+def _grid_index(i: Tensor, j: Tensor, size: tuple[int, ...]) -> Tensor:
+    """The row of a grid's table for query minus key of places that run row-major."""
+    index, below = torch.zeros_like(i - j), math.prod(size)
+    for n in size:
+        below //= n
+        index = index * (2 * n - 1) + (i // below - j // below) + (n - 1)
+        i, j = i % below, j % below
+    return index
 
 
 def _is_table(table: Any, shape: str) -> None:

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do stands in generating.py, detecting.py, explaining.py and planning.py."""
+"""The commands and their options. What they do stands in the other files of this folder."""
 
 from __future__ import annotations
 
@@ -106,6 +106,20 @@ def detect(
     from regard.cli.detecting import DetectRequest, run
 
     run(DetectRequest(images, model, threshold, output, threads, as_json))
+
+
+@app.command()
+def classify(
+    images: Annotated[list[Path], typer.Argument(help="Pictures: PNG, JPEG, and what else Pillow reads.")],
+    model: Annotated[Path, typer.Option(help="A folder of a classifier of images (vit, deit, beit, swin, …).")],
+    top: Annotated[int, typer.Option(min=1, help="Show that many classes of each picture.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what pictures show: the most probable classes of a model, with their probabilities."""
+    from regard.cli.classifying import ClassifyRequest, run
+
+    run(ClassifyRequest(images, model, top, threads, as_json))
 
 
 @app.command("list")

@@ -32,6 +32,16 @@ def offsets(size: tuple[int, int], device: torch.device | None = None) -> Tensor
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
 
 
+def resized(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """The rows (offsets, H) of a relative table of a grid, bilinearly for the offsets of another grid."""
+    if old == new:
+        return table
+    rows, columns = (2 * n - 1 for n in old)
+    grid = table.T.reshape(1, -1, rows, columns)
+    resized = F.interpolate(grid, (2 * new[0] - 1, 2 * new[1] - 1), mode="bilinear")
+    return resized.flatten(2)[0].T.contiguous()
+
+
 class PlaceTable(nn.Module):
     """One learned number per offset and head: ``forward(size)`` is the `RelativeTable` of a grid.
 
@@ -52,12 +62,7 @@ class PlaceTable(nn.Module):
         nn.init.normal_(self.table, std=0.02)
 
     def forward(self, size: tuple[int, int]) -> Bias:
-        if size == self.size:
-            return RelativeTable(self.table, size)
-        rows, columns = (2 * n - 1 for n in self.size)
-        grid = self.table.T.view(1, -1, rows, columns)
-        new = F.interpolate(grid, (2 * size[0] - 1, 2 * size[1] - 1), mode="bilinear")
-        return RelativeTable(new.flatten(2)[0].T.contiguous(), size)
+        return RelativeTable(resized(self.table, self.size, size), size)
 
 
 class LogPlaces(nn.Module):

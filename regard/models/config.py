@@ -9,7 +9,7 @@ from typing import Any
 
 from regard.errors import CheckpointError
 
-__all__ = ["Config", "is_finite", "naming"]
+__all__ = ["Config", "is_count", "is_finite", "naming"]
 
 # Options that describe the file, its training or its use, never what a forward pass in evaluation computes.
 INERT = frozenset(
@@ -140,6 +140,11 @@ def is_finite(value: object) -> bool:
     return abs(value) <= _LARGEST
 
 
+def is_count(value: object) -> bool:
+    """Whether a value of an option is a positive integer, of the size that sides of images may have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
 def _is_off(name: str, value: object) -> bool:
     """Whether an unknown option changes nothing with this value: it is null or empty, or it switches something off."""
     if name in ALWAYS_ON:
@@ -220,6 +225,16 @@ class Config:
         if value > room:
             raise self.error(name, value, f"at most {room}, the most that there is room for")
         return value
+
+    def pair(self, name: str, default: int) -> tuple[int, int]:
+        """(rows, columns) of images or patches: one number for both, or a list of two."""
+        given = self.get(name, default)
+        if isinstance(given, (list, tuple)):
+            if len(given) != 2 or not all(is_count(n) for n in given):
+                raise self.error(name, given, "a positive integer, or two of them")
+            return given[0], given[1]
+        side = self.count(name, default)
+        return side, side
 
     def number(self, name: str, default: float, *, least: float = -math.inf) -> float:
         """A finite number of at least ``least``; ``null`` counts as absent."""

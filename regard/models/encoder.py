@@ -22,14 +22,21 @@ def _takes_global_tokens(layer: nn.Module) -> bool:
 
 
 class FirstTokenPooler(nn.Module):
-    """``tanh(W x_0 + b)``: one vector a row from its first token (Devlin et al. 2018, arXiv:1810.04805)."""
+    """``act(W x_0 + b)``: one vector a row from its first token (Devlin et al. 2018, arXiv:1810.04805).
 
-    def __init__(self, dim: int) -> None:
+    Args:
+        dim: width of the tokens.
+        out: width of the vector; that of the tokens by default.
+        act: the activation; tanh by default.
+    """
+
+    def __init__(self, dim: int, *, out: int | None = None, act: nn.Module | None = None) -> None:
         super().__init__()
-        self.dense = nn.Linear(dim, dim)
+        self.dense = nn.Linear(dim, dim if out is None else out)
+        self.act = nn.Tanh() if act is None else act
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.dense(hidden[:, 0]).tanh()
+        out: Tensor = self.act(self.dense(hidden[:, 0]))
         return out
 
 

@@ -10,7 +10,7 @@ from native_calls import LOW, agrees, near, needs_native
 
 import regard
 from regard import masks
-from regard.biases import Alibi, Dense, RelativeBuckets, RelativeTable
+from regard.biases import Alibi, ClassTable, Dense, RelativeBuckets, RelativeTable
 from regard.masks import (
     Band,
     Blocks,
@@ -49,6 +49,7 @@ OTHER_BIASES = {
     **BIASES,
     "table": RelativeTable(made(31, Q_HEADS), (16,)),
     "grid": RelativeTable(made(35, Q_HEADS), (3, 4)) + Dense(made(Q, 1)),
+    "class token": ClassTable(made(48, Q_HEADS), (3, 5)),
     "number": Dense(made(1)[0]) + Alibi(Q_HEADS, symmetric=True),
     "masking": Dense(torch.where(made(BATCH, 1, Q, K) > 0.3, -torch.inf, made(BATCH, 1, Q, K))),
     "moved": RelativeBuckets(made(8, Q_HEADS), max_distance=20).shifted(3) + Dense(made(Q, K + 3)).shifted(3),

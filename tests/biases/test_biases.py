@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import regard
-from regard.biases import Alibi, Bias, Dense, RelativeBuckets, RelativeTable, alibi_slopes, relative_bucket
+from regard.biases import Alibi, Bias, ClassTable, Dense, RelativeBuckets, RelativeTable, alibi_slopes, relative_bucket
 from regard.coordinates import Coordinates
 from regard.masks import Causal
 
@@ -90,6 +90,14 @@ def test_grid_table_index():
     assert torch.equal(line, torch.arange(4)[:, None] - torch.arange(4)[None] + 3)
 
 
+def test_class_table_index():
+    """The grid's own rows, then (class token, grid), (grid, class token), (class token, class token)."""
+    table = torch.arange(18, dtype=WIDE)[:, None]
+    found = ClassTable(table, (2, 3)).dense(7)[0, 0]
+    assert torch.equal(found[1:, 1:], RelativeTable(table[:15], (2, 3)).dense(6)[0, 0])
+    assert found[0, 0] == 17 and (found[0, 1:] == 15).all() and (found[1:, 0] == 16).all()
+
+
 # ---- values and gradients --------------------------------------------------------------------------------------------
 
 BATCH, HEADS, Q, K = 2, 3, 5, 6
@@ -99,6 +107,7 @@ BIASES: dict[str, Bias] = {
     "buckets": RelativeBuckets(made(8, HEADS), bidirectional=True, max_distance=20),
     "decoder buckets": RelativeBuckets(made(8, HEADS), bidirectional=False, max_distance=20),
     "grid": RelativeTable(made(15, HEADS), (2, 3)),
+    "class token and grid": ClassTable(made(18, HEADS), (2, 3)),
     "number": Dense(made()),
     "dense (Tq, Tk)": Dense(made(Q, K)),
     "dense (Tq, 1)": Dense(made(Q, 1)),
@@ -212,6 +221,9 @@ def test_minus_infinity_masks():
         (ValueError, "table: expected", lambda: RelativeBuckets(torch.ones(8))),
         (ValueError, "max_distance", lambda: RelativeBuckets(torch.ones(32, 2), max_distance=8)),
         (ValueError, "has 15 offsets", lambda: RelativeTable(torch.ones(14, 2), (2, 3))),
+        (ValueError, "has 15 offsets", lambda: ClassTable(torch.ones(15, 2), (2, 3))),
+        (ValueError, "has 3 rows", lambda: ClassTable(torch.ones(2, 2), (1, 1))),
+        (ValueError, "have 7 slots", lambda: ClassTable(torch.ones(18, 2), (2, 3)).dense(8)),
         (ValueError, "has 6 slots", lambda: RelativeTable(torch.ones(15, 2), (2, 3)).dense(7)),
         (TypeError, "pass it as mask=", lambda: Dense(torch.ones(2, 2, dtype=torch.bool))),
         (ValueError, "3-D bias is ambiguous", lambda: Dense(torch.ones(2, 2, 2))),

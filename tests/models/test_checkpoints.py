@@ -105,7 +105,9 @@ def answers(model, tensors):
     found = found._asdict() if hasattr(found, "_asdict") else dict.fromkeys(("logits", "last_hidden_state"), found)
     names = {"pred_boxes": "boxes"}
     real = ... if "input.pixel_values" in tensors else given.get("keep", torch.ones_like(inputs, dtype=torch.bool))
-    for kind in ("logits", "last_hidden_state", "pred_boxes"):
+    if "output.pooler_output" in tensors:
+        found["pooler_output"] = model.pool(found["last_hidden_state"])
+    for kind in ("logits", "last_hidden_state", "pooler_output", "pred_boxes"):
         for given_out in (f"output.{kind}", f"output64.{kind}"):
             if given_out in tensors:
                 yield found[names.get(kind, kind)][real], tensors[given_out][real]

@@ -132,7 +132,7 @@ def test_pictures_are_turned_as_their_camera_says(tmp_path):
     assert open_picture(tmp_path / "one.png").size == (5, 8)
     assert open_picture(tmp_path / "one.png").mode == "RGB"
     (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(OSError, match=r"text.png: expected a picture"):
+    with pytest.raises(OSError, match=r"images: expected a picture.*text.png"):
         open_picture(tmp_path / "text.png")
     with pytest.raises(FileNotFoundError):
         open_picture(tmp_path / "none.png")

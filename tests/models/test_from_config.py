@@ -29,6 +29,10 @@ OTHERS = {name: {"model_type": name, **SMALL} for name in ("granite", "mixtral",
 OTHERS |= {name: {**CONFIGS["t5_v1_1"], "model_type": name} for name in ("mt5", "umt5")}
 OTHERS["kimi_k2"] = {**CONFIGS["deepseek_v3"], "model_type": "kimi_k2"}
 OTHERS["regard_decoder"] = {"model_type": "regard_decoder", "layer_types": ["mamba2", "hgrn", "gqa"], **SMALL}
+VISION = {key: CONFIGS["vit"][key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")}
+VISION |= {"intermediate_size": 48, "image_size": 24}
+OTHERS["deit"] = {"model_type": "deit", **VISION}
+OTHERS["siglip"] = {"model_type": "siglip", "vision_config": VISION, "text_config": {}}
 for absent in ("num_key_value_heads", "num_hidden_layers"):
     del OTHERS["regard_decoder"][absent]
 ALL = {config["model_type"]: config for config in (*CONFIGS.values(), *OTHERS.values())}

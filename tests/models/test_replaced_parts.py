@@ -72,7 +72,7 @@ def outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
         for part in ids.split([4, 1, 1], 1):
             parts.append(model(part, cache=cache, **({} if parts else more)))
         found.append(torch.cat(parts, 1))
-    elif getattr(model, "pooler", None) is not None:
+    elif getattr(model, "pooler", None) is not None and getattr(model, "classifier", None) is None:
         found.append(model.pool(found[0]))
     return found
 

@@ -7,7 +7,8 @@ import torch
 
 from regard.errors import CheckpointError
 from regard.models import from_config, load
-from regard.models.images.swin import GridPlaces, PatchMerging, SwinBlock
+from regard.models.images.patches import GridPlaces
+from regard.models.images.swin import PatchMerging, SwinBlock
 
 transformers = pytest.importorskip("transformers")
 

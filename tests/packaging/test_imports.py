@@ -25,7 +25,8 @@ for name in missing:
     sys.modules[name] = None
 import regard
 for item in pkgutil.walk_packages(regard.__path__, "regard."):
-    typed = ("regard.cli.commands", "regard.cli.detecting", "regard.cli.generating", "regard.cli.planning")
+    names = ("classifying", "commands", "detecting", "generating", "planning")
+    typed = tuple(f"regard.cli.{name}" for name in names)
     if not item.name.startswith((*typed, "regard.integrations.")):
         importlib.import_module(item.name)
 print("imported")

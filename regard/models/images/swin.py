@@ -15,54 +15,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.checks import describe, is_dense, whole
-from regard.mixers.base import floating
-from regard.models.blocks import PreNorm
+from regard.checks import whole
+from regard.models.images.blocks import ImageBlock
+from regard.models.images.patches import GridPlaces, check_images
 from regard.models.model import Model
 
-__all__ = ["GridPlaces", "PatchGrid", "PatchMerging", "SwinBlock", "SwinStage", "SwinTransformer", "SwinV2Block"]
+__all__ = ["PatchGrid", "PatchMerging", "SwinBlock", "SwinStage", "SwinTransformer", "SwinV2Block"]
 
 
-class SwinBlock(PreNorm):
-    """``x + mixer(norm(x))``, then ``x + ff(norm(x))``, over ``(B, height, width, dim)``.
-
-    Args:
-        skipped: the probability that an image of a training batch leaves a branch out (Huang et al. 2016,
-            arXiv:1603.09382).
-    """
-
-    def __init__(
-        self,
-        mixer: nn.Module,
-        ff: nn.Module,
-        mixer_norm: nn.Module,
-        ff_norm: nn.Module,
-        *,
-        skipped: float = 0.0,
-        **dropout: float,
-    ) -> None:
-        super().__init__(mixer, ff, mixer_norm, ff_norm, **dropout)
-        if not 0 <= skipped < 1:
-            raise ValueError(f"skipped: expected a probability below 1, got {skipped}")
-        self.skipped = skipped
-
-    def forward(self, x: Tensor, **call: Any) -> Tensor:
-        x = x + self._skip(self._drop(self.mixer(self.mixer_norm(x), **call), self.mixer_dropout))
-        return x + self._skip(self._drop(self.ff(self.ff_norm(x)), self.ff_dropout))
-
-    def _skip(self, y: Tensor) -> Tensor:
-        if not self.training or not self.skipped:
-            return y
-        kept = torch.rand(y.shape[0], 1, 1, 1, device=y.device) >= self.skipped
-        return y * kept / (1 - self.skipped)
+class SwinBlock(ImageBlock):
+    """``x + mixer(norm(x))``, then ``x + ff(norm(x))``, over ``(B, height, width, dim)``; see `ImageBlock`."""
 
 
 class SwinV2Block(SwinBlock):
     """``x + norm(mixer(x))``, then ``x + norm(ff(x))``: norms behind the branches keep deep models steady."""
 
     def forward(self, x: Tensor, **call: Any) -> Tensor:
-        x = x + self._skip(self.mixer_norm(self._drop(self.mixer(x, **call), self.mixer_dropout)))
-        return x + self._skip(self.ff_norm(self._drop(self.ff(x), self.ff_dropout)))
+        x = x + self._branch(self.mixer_norm(self._drop(self.mixer(x, **call), self.mixer_dropout)))
+        return x + self._branch(self.ff_norm(self._drop(self.ff(x), self.ff_dropout)))
 
 
 class BranchNorm(nn.LayerNorm):
@@ -95,28 +65,6 @@ class PatchMerging(nn.Module):
         return out
 
 
-class GridPlaces(nn.Module):
-    """A learned vector for every place of a grid, ``weight (height, width, dim)``; bicubic for other sizes.
-
-    >>> GridPlaces((4, 4), 8)((6, 3)).shape
-    torch.Size([6, 3, 8])
-    """
-
-    def __init__(self, size: tuple[int, int], dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(*size, dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, size: tuple[int, int]) -> Tensor:
-        if size == tuple(self.weight.shape[:2]):
-            return self.weight
-        resized = F.interpolate(self.weight.permute(2, 0, 1)[None], size, mode="bicubic", align_corners=False)
-        return resized[0].permute(1, 2, 0)
-
-
 class PatchGrid(nn.Module):
     """Patches as tokens: ``norm(conv(images)) + places``; ``(B, channels, Y, X)`` to ``(B, height, width, dim)``.
 
@@ -145,13 +93,8 @@ class PatchGrid(nn.Module):
         self.dropout = dropout
 
     def forward(self, images: Tensor) -> Tensor:
-        channels, (rows, columns) = self.proj.in_channels, self.proj.kernel_size
-        if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != channels or 0 in images.shape[2:]:
-            raise ValueError(f"images: expected (B, {channels}, height, width), got {describe(images)}")
-        is_dense("images", images)
-        dtype = floating(self.proj, self).dtype
-        if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
-            raise TypeError(f"images: expected {dtype}, as the model's parameters, got {images.dtype}")
+        images = check_images(images, self.proj.in_channels, self.proj, self)
+        rows, columns = self.proj.kernel_size
         images = F.pad(images, (0, -images.shape[3] % columns, 0, -images.shape[2] % rows))
         x: Tensor = self.norm(self.proj(images).permute(0, 2, 3, 1))
         if self.places is not None:

@@ -9,6 +9,7 @@ from regard.errors import CheckpointError
 from regard.models.layouts.bailing_hybrid import BAILING_HYBRID
 from regard.models.layouts.bamba import BAMBA
 from regard.models.layouts.base import Layout, Plan
+from regard.models.layouts.beit import BEIT
 from regard.models.layouts.bert import BERT
 from regard.models.layouts.big_bird import BIG_BIRD
 from regard.models.layouts.bigbird_pegasus import BIGBIRD_PEGASUS
@@ -42,8 +43,10 @@ from regard.models.layouts.qwen2 import QWEN2
 from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
+from regard.models.layouts.siglip import SIGLIP, SIGLIP_VISION
 from regard.models.layouts.swin import SWIN, SWINV2
 from regard.models.layouts.t5 import MT5, T5, UMT5
+from regard.models.layouts.vit import DEIT, VIT
 from regard.models.layouts.whisper import WHISPER
 
 __all__ = ["CATALOGUE", "LAYOUTS", "Layout", "Plan", "layout_of"]
@@ -53,6 +56,7 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         BAILING_HYBRID,
         BAMBA,
+        BEIT,
         BERT,
         BIGBIRD_PEGASUS,
         BIG_BIRD,
@@ -62,6 +66,7 @@ LAYOUTS: dict[str, Layout] = {
         DEBERTA_V2,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEIT,
         DETR_LAYOUT,
         FALCON,
         FALCON_MAMBA,
@@ -82,19 +87,22 @@ LAYOUTS: dict[str, Layout] = {
         MIXTRAL,
         MODERNBERT,
         MPT,
+        MT5,
         OLMO2,
         OLMO_HYBRID,
         PHI3,
         QWEN2,
         QWEN3,
         QWEN3_NEXT,
-        MT5,
         RECURRENT_GEMMA,
-        T5,
-        UMT5,
-        WHISPER,
+        SIGLIP,
+        SIGLIP_VISION,
         SWIN,
         SWINV2,
+        T5,
+        UMT5,
+        VIT,
+        WHISPER,
     )
 }
 """Every family that can be loaded, by its ``model_type``."""

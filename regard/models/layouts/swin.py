@@ -6,16 +6,16 @@ pixels, and smaller or larger images are padded to whole ones. Both as transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from regard.models.config import Config
 from regard.models.feedforward import ACTIVATIONS, MLP, activation
+from regard.models.images.patches import GridPlaces
 from regard.models.images.swin import (
     BranchNorm,
-    GridPlaces,
     PatchGrid,
     PatchMerging,
     SwinBlock,
@@ -24,7 +24,7 @@ from regard.models.images.swin import (
     SwinV2Block,
 )
 from regard.models.layouts.base import Layout, Plan
-from regard.models.layouts.shared.image_options import read_counts, read_labels, read_pair
+from regard.models.layouts.shared.image_options import PlacesOnGrid, read_counts, read_labels
 from regard.models.layouts.shared.options import read_eps
 from regard.models.layouts.shared.rows import BOTH, WEIGHT, kinds, module_rows
 from regard.models.tables import Ignored, Row, Viewed
@@ -43,22 +43,6 @@ REST = {
 HIDDEN = "pre-training by hidden patches; the model ends at the classes"
 # What a decoder of hidden patches cuts, and which maps a backbone hands out: `SwinTransformer.maps` gives all.
 INERT = frozenset({"encoder_stride", "out_features", "out_indices", "stage_names", "use_mask_token"})
-
-
-@dataclass(frozen=True)
-class _OnGrid:
-    """Vectors of places: one after another in the file, on their grid in the model."""
-
-    size: tuple[int, int]
-
-    def split(self, stored: Tensor) -> Sequence[Tensor]:
-        if stored.shape[:2] != (1, self.size[0] * self.size[1]):
-            raise ValueError(f"shape: expected one vector a place of {self.size}, got {tuple(stored.shape)}")
-        return (stored[0].view(*self.size, -1),)
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        (part,) = parts
-        return part.reshape(1, -1, part.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -91,9 +75,7 @@ def _sizes(c: Config) -> _Sizes:
     c.only("hidden_size", (dim * 2 ** (len(depths) - 1), None), "the width of the last stage")
     c.only("path_norm", (True, None), "a norm behind the patches")
     c.only("attention_probs_dropout_prob", (0.0, None), "windows without dropout of weights")
-    return _Sizes(
-        dim, depths, heads, c.count("window_size", 7), read_pair(c, "image_size", 224), read_pair(c, "patch_size", 4)
-    )
+    return _Sizes(dim, depths, heads, c.count("window_size", 7), c.pair("image_size", 224), c.pair("patch_size", 4))
 
 
 def _plan(
@@ -156,7 +138,7 @@ def _plan(
     rows += module_rows({"classifier": "classifier"} if headed else {}, BOTH)
     if placed:
         own = ("embedding.places.weight",)
-        rows.append(Row(f"{prefix}embeddings.position_embeddings", own, _OnGrid(sizes.grid(0))))
+        rows.append(Row(f"{prefix}embeddings.position_embeddings", own, PlacesOnGrid(sizes.grid(0))))
     for i, depth in enumerate(sizes.depths):
         stored = f"{prefix}encoder.layers.{i}"
         if i + 1 < len(sizes.depths):

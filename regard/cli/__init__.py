@@ -1,4 +1,4 @@
-"""The command line: `regard generate`, `regard detect`, `regard list`, `regard explain`, `regard plan`.
+"""The command line: `regard generate`, `regard fill`, `regard detect`, `regard list`, `regard explain`, `regard plan`.
 
 A user's mistake is one line on stderr and exit code 2; anything else that goes wrong is a bug and shows its traceback.
 torch is imported by the commands that compute, so `regard --help` answers at once.

@@ -26,7 +26,7 @@ def run(capsys, *arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("explain", "list", "generate", "detect"))]
+    "arguments", [["--help"], *([name, "--help"] for name in ("explain", "list", "generate", "detect", "fill"))]
 )
 def test_help_is_printed_without_torch(arguments):
     lines = ["import sys", "from regard.cli import main", f"code = main({arguments})"]

@@ -35,3 +35,8 @@ def beside(model: Model, ids: Tensor) -> dict[str, Any]:
         bins, frames = first.conv1.in_channels, 2 * first.places.shape[0]
         source = torch.linspace(-9, 9, bins * frames).sin().view(1, bins, frames).expand(len(ids), -1, -1)
     return {"source": source, "source_global": flags} if some else {"source": source}
+
+
+def cache_of(model: Model, batch: int, capacity: int) -> Any:
+    """A cache of `model` that also holds what `beside` gives an encoder-decoder to read: 20 places at most."""
+    return model.init_cache(batch, capacity, **({"source": 20} if isinstance(model, EncoderDecoder) else {}))

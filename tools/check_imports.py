@@ -44,6 +44,7 @@ ALLOWED_AT_IMPORT = {
     "regard.cli.classifying": {"rich"},
     "regard.cli.commands": {"typer", "rich"},
     "regard.cli.detecting": {"rich"},
+    "regard.cli.filling": {"rich"},
     "regard.cli.generating": {"rich"},
     "regard.cli.planning": {"rich"},
     "regard.models.chat_sandbox": {"jinja2"},

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do stands in the other files of this folder."""
+"""The commands and their options. What they do stands in the files named after what they are doing: filling.py, …"""
 
 from __future__ import annotations
 
@@ -120,6 +120,22 @@ def classify(
     from regard.cli.classifying import ClassifyRequest, run
 
     run(ClassifyRequest(images, model, top, threads, as_json))
+
+
+@app.command()
+def fill(
+    text: Annotated[
+        str, typer.Argument(help="A text with the model's mask, [MASK] or <mask>, where words are asked for.")
+    ],
+    model: Annotated[Path, typer.Option(help="The folder of a model of masked words.")],
+    top: Annotated[int, typer.Option(min=1, help="Words for each mask.")] = 5,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights (default: the checkpoint's).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Find the words behind the masks of a text, with their probabilities."""
+    from regard.cli.filling import FillRequest, run
+
+    run(FillRequest(text, model, top, None if dtype is None else dtype.value, as_json))
 
 
 @app.command("list")

@@ -64,7 +64,7 @@ def run(request: Generation) -> None:
     import torch
 
     from regard.backends import count_backends, use_backend
-    from regard.models import load, stream
+    from regard.models import EncoderDecoder, load, stream
 
     if request.threads is not None:
         most = most_threads()
@@ -77,7 +77,9 @@ def run(request: Generation) -> None:
             dtype = None if request.dtype is None else getattr(torch, request.dtype)
             model: Any = load(path, dtype=dtype, progress=progress)
         if not hasattr(model, "init_cache"):
-            raise ValueError(f"{path} holds a {type(model).__name__}, which does not continue texts")
+            fills = "; regard fill finds the words behind its masks" if getattr(model, "head", None) else ""
+            raise ValueError(f"{path} holds a {type(model).__name__}, which does not continue texts{fills}")
+        answers = isinstance(model, EncoderDecoder)
         prompt: str | list[int] = request.prompt
         ends = model.end_ids
         if request.chat:
@@ -97,15 +99,17 @@ def run(request: Generation) -> None:
                 stop=request.stop,
                 end_ids=ends,
             )
-            if not request.chat:
+            if not request.chat and not answers:
                 sys.stdout.write(request.prompt)
             for piece in pieces:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
             sys.stdout.write("\n")
     if request.report:
-        capacity = pieces.statistics.prompt_tokens + request.max_tokens - 1
-        _report(path, pieces.statistics, counts, full_cache_bytes(model, capacity), capacity)
+        prompt_tokens = 1 if answers else pieces.statistics.prompt_tokens  # an answer starts with one token
+        capacity = prompt_tokens + request.max_tokens - 1
+        full = None if answers else full_cache_bytes(model, capacity)
+        _report(path, pieces.statistics, counts, full, capacity)
 
 
 def most_threads() -> int:
@@ -130,18 +134,19 @@ def full_cache_bytes(model: Any, tokens: int) -> int:
     return sum(2 * layer.heads * layer.head_dim * tokens * itemsize for layer in attending)
 
 
-def _report(path: Path, cost: Any, counts: Counter[str], full: int, capacity: int) -> None:
+def _report(path: Path, cost: Any, counts: Counter[str], full: int | None, capacity: int) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     ran = ", ".join(f"{name} ({times} calls)" for name, times in counts.most_common())
-    more = f": {full / cost.cache_bytes:.1f} times as much" if cost.cache_bytes else ""
     table.add_row("model", path.name)
     table.add_row("backend", ran or "none: no attention layer ran")
     table.add_row("prefill", f"{cost.prompt_tokens} tokens in {cost.prefill_seconds:.3f} s, {cost.prefill_rate:.1f}/s")
     table.add_row("decode", f"{cost.steps} tokens in {cost.decode_seconds:.3f} s, {cost.decode_rate:.1f}/s")
     table.add_row("cache", f"{_size(cost.cache_bytes)}, with room for {capacity} tokens; {cost.cache_tokens} are in it")
-    table.add_row("multi-head", f"{_size(full)} would take the same room with full heads{more}")
+    if full is not None:
+        more = f": {full / cost.cache_bytes:.1f} times as much" if cost.cache_bytes else ""
+        table.add_row("multi-head", f"{_size(full)} would take the same room with full heads{more}")
     print(file=sys.stderr)
     Console(highlight=False, stderr=True).print(table)
 

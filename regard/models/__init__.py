@@ -23,6 +23,7 @@ from regard.models.encoder import Encoder, FirstTokenPooler
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
+from regard.models.filling import Candidate, fill
 from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
 from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
@@ -35,6 +36,7 @@ __all__ = [
     "LAYOUTS",
     "MLP",
     "Block",
+    "Candidate",
     "ClampedSwiGLU",
     "Continuation",
     "CrossBlock",
@@ -75,6 +77,7 @@ __all__ = [
     "Tokenizer",
     "activation",
     "decoder",
+    "fill",
     "from_config",
     "generate",
     "initialise",

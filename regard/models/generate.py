@@ -1,4 +1,4 @@
-"""Continuing texts with a decoder and its cache."""
+"""Continuing texts with a decoder and its cache, and writing what an encoder's source asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from regard.mixers.base import floating
 from regard.models.decoder import Decoder
-from regard.models.prompts import Prompt, is_id, items, token_rows
+from regard.models.encoder_decoder import EncoderDecoder
+from regard.models.prompts import Prompt, Source, is_id, items, padded, prompts_of
 from regard.models.sampling import Sampling
 from regard.models.tokenizer import TextStream
 
@@ -123,7 +124,7 @@ class _Row:
 
 
 def generate(
-    model: Decoder,
+    model: Decoder | EncoderDecoder,
     prompts: Prompt | Sequence[Prompt],
     *,
     max_tokens: int,
@@ -135,20 +136,27 @@ def generate(
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     end_ids: Iterable[int] | None = None,
+    start: Sequence[int] | None = None,
 ) -> Generation:
     """Continues one or several prompts, together, with a cache.
 
     Prompts of different lengths are padded on the left; padding changes no result. A row that has ended waits for the
     others.
 
+    An `EncoderDecoder` reads the prompts with its encoder, once, and writes texts that begin with `start`: the answer
+    to a question, a translation, what a recording says. Keys and values of what was read are cached too.
+
     Args:
-        prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``.
+        prompts: a text, a list of token ids or a tensor ``(T,)``; or a list of such, or a tensor ``(B, T)``. For an
+            encoder of other features (Whisper's) a float tensor of them, with or without a batch axis, or a list.
         max_tokens: new tokens a row at most.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: see `Sampling`; the default takes the most
             probable token.
         stop: texts that end a continuation as soon as one of them is complete, across the borders of tokens too; they
             are no part of it.
         end_ids: tokens that end a continuation; default the checkpoint's, ``()`` for none.
+        start: the token ids that each text of an `EncoderDecoder` starts with, no part of the result; default the
+            checkpoint's ``decoder_start_token_id``.
 
     Raises:
         ValueError, TypeError: for an empty prompt where the tokenizer has no token that begins a text, for texts or
@@ -162,8 +170,8 @@ def generate(
     4
     """
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
-    rows = token_rows(model, prompts, "prompts")
-    run = _Run(model, rows, max_tokens, sampling, stop, end_ids)
+    rows, source = prompts_of(model, prompts, start, "prompts")
+    run = _Run(model, rows, max_tokens, sampling, stop, end_ids, source)
     for _ in run:
         pass
     texts = [None if row.stream is None else row.text for row in run.rows]
@@ -173,7 +181,7 @@ def generate(
 
 
 def stream(
-    model: Decoder,
+    model: Decoder | EncoderDecoder,
     prompt: Prompt,
     *,
     max_tokens: int,
@@ -185,6 +193,7 @@ def stream(
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     end_ids: Iterable[int] | None = None,
+    start: Sequence[int] | None = None,
 ) -> Stream:
     """Continues one prompt and gives its text piece by piece; the arguments are `generate`'s.
 
@@ -196,11 +205,11 @@ def stream(
     """
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
     empty = isinstance(prompt, Sequence) and not len(prompt)  # one prompt without tokens, rather than no prompts
-    rows = token_rows(model, [prompt] if empty else prompt, "prompt")
+    rows, source = prompts_of(model, [prompt] if empty else prompt, start, "prompt")
     if len(rows) != 1:
         raise ValueError(f"prompt: expected one text, got {len(rows)}")
     model.tokenizer  # noqa: B018  raises where there is none
-    return Stream(_Run(model, rows, max_tokens, sampling, stop, end_ids))
+    return Stream(_Run(model, rows, max_tokens, sampling, stop, end_ids, source))
 
 
 class Stream:
@@ -243,12 +252,13 @@ def _pieces(run: _Run) -> Iterator[str]:
 class _Run:
     """One generation: prefill, then steps until every row has ended. Iterating advances it by a token a row."""
 
-    model: Decoder
+    model: Decoder | EncoderDecoder
     prompts: list[list[int]]
     max_tokens: int
     sampling: Sampling
     stop: str | Sequence[str]
     end_ids: Iterable[int] | None
+    source: Source | None = None
     rows: list[_Row] = field(init=False)
     statistics: Statistics = field(init=False)
 
@@ -258,7 +268,7 @@ class _Run:
         stops = items("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "texts that are not empty")
         if any(not isinstance(s, str) or not s for s in stops):
             raise ValueError(f"stop: expected texts that are not empty, got {self.stop!r}")
-        last = self.model.embedding.tokens.weight.shape[0] - 1
+        last = self._decoder.embedding.tokens.weight.shape[0] - 1
         expected = f"token ids of 0 to {last}, or None for the checkpoint's"
         ids = self.model.end_ids if self.end_ids is None else items("end_ids", self.end_ids, expected)
         known = self.end_ids is None or all(is_id(i) and 0 <= i <= last for i in ids)
@@ -272,6 +282,10 @@ class _Run:
         self.rows = [_Row(ends, self.model.tokenizer.stream() if with_text else None) for _ in self.prompts]
         self.statistics = Statistics(prompt_tokens=sum(map(len, self.prompts)))
 
+    @property
+    def _decoder(self) -> Decoder:
+        return self.model.decoder if isinstance(self.model, EncoderDecoder) else self.model
+
     def __iter__(self) -> Iterator[None]:
         was_training = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -282,25 +296,33 @@ class _Run:
                 module.training = training
 
     def _steps(self) -> Iterator[None]:
-        device = floating(self.model).device
-        ids, keep = _padded(self.prompts, device)
-        cache = self.model.init_cache(len(self.prompts), ids.shape[1] + self.max_tokens - 1)
+        device, decoder, s = floating(self.model).device, self._decoder, self.statistics
+        ids, keep = padded(self.prompts, device)
+        room = len(self.prompts), ids.shape[1] + self.max_tokens - 1
+        began, context = time.perf_counter(), dict[str, Tensor | None]()
+        if self.source is None:
+            cache = decoder.init_cache(*room)
+        else:
+            read, real = self.source.read(), self.source.keep
+            context = {"context": read, "context_keep": real}
+            cache = decoder.init_cache(*room, context=read.shape[1])
+            s.prompt_tokens += read.shape[0] * read.shape[1] if real is None else int(real.sum())
+        reading = time.perf_counter() - began
         choose = self.sampling.chooser(len(self.prompts), self.prompts)
-        s = self.statistics
         for step in range(self.max_tokens):
             start = time.perf_counter()
             with torch.no_grad():
-                logits = self.model(ids, keep=keep, cache=cache, last_only=True)
+                logits = decoder(ids, keep=keep, cache=cache, last_only=True, **context)
                 logits = logits[:, -1]
                 ended = [row.finish is not None for row in self.rows]
                 if any(ended):  # their next tokens are not used
                     logits = logits.masked_fill(torch.tensor(ended, device=device)[:, None], 0.0)
                 ids = choose(logits, step)[:, None]
-            keep = None
+            keep, context = None, {}  # the cache holds what was made of them
             tokens = ids[:, 0].tolist()
             took = time.perf_counter() - start
             if step == 0:
-                s.prefill_seconds = took
+                s.prefill_seconds = reading + took
             else:
                 s.decode_seconds += took
                 s.steps += 1
@@ -314,13 +336,3 @@ class _Run:
             yield
             if all(row.finish is not None for row in self.rows):
                 return
-
-
-def _padded(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Ids ``(B, T)`` with the shorter rows padded on the left, and which tokens are real (``None``: all)."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
-    if all(len(p) == longest for p in prompts):
-        return ids, None
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    return ids, torch.arange(longest, device=device) >= longest - lengths[:, None]

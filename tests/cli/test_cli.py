@@ -25,10 +25,9 @@ def run(capsys, *arguments):
     return code, said.out, said.err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("explain", "list", "generate", "detect", "classify"))]
-)
-def test_help_is_printed_without_torch(arguments):
+@pytest.mark.parametrize("name", [None, "explain", "list", "generate", "detect", "classify", "fill"])
+def test_help_is_printed_without_torch(name):
+    arguments = ["--help"] if name is None else [name, "--help"]
     lines = ["import sys", "from regard.cli import main", f"code = main({arguments})"]
     program = "\n".join([*lines, "assert 'torch' not in sys.modules", "sys.exit(code)"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -228,7 +228,7 @@ def test_prompts_that_cannot_be(model):
         generate(model, [[1.5]], max_tokens=1)
     with pytest.raises(ValueError, match="ids: expected 0 to 96, the vocabulary, got 5 to 97"):
         generate(model, [5, 97], max_tokens=1)
-    with pytest.raises(TypeError, match="model: expected a Decoder, got Encoder"):
+    with pytest.raises(TypeError, match="model: expected a Decoder or an EncoderDecoder, got Encoder"):
         generate(load(CHECKPOINTS / "bert"), [1], max_tokens=1)
     assert isinstance(model, Decoder)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_calls import beside, read_by
+from model_calls import beside, cache_of, read_by
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrize
@@ -68,7 +68,7 @@ def outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
     answer = model(ids, **more)
     found = list(answer) if isinstance(answer, tuple) else [answer]
     if isinstance(model, (Decoder, EncoderDecoder)):
-        cache, parts = model.init_cache(2, 8), []
+        cache, parts = cache_of(model, 2, 8), []
         for part in ids.split([4, 1, 1], 1):
             parts.append(model(part, cache=cache, **({} if parts else more)))
         found.append(torch.cat(parts, 1))
@@ -212,7 +212,7 @@ def test_a_model_is_built_trained_and_stepped_without_values(folder, where):
         out = out[0] if isinstance(out, tuple) else out
         out.sum().backward()
         if isinstance(model, (Decoder, EncoderDecoder)):
-            cache = model.init_cache(2, 16)
+            cache = cache_of(model, 2, 16)
             model(ids, cache=cache, **more)
             with torch.no_grad():
                 model(ids[:, :2], cache=cache, keep=torch.ones(2, 2, dtype=torch.bool))

@@ -46,8 +46,8 @@ def maps(model: nn.Module) -> list[str]:
 
 
 def tied(model: nn.Module, name: str) -> bool:
-    if isinstance(model, EncoderDecoder):  # one table under two names
-        return name == "encoder.embedding.tokens" and model.decoder.head is None
+    if isinstance(model, EncoderDecoder):  # one table, often under two names
+        return name in ("encoder.embedding.tokens", "decoder.embedding.tokens") and model.decoder.head is None
     return name == "embedding.tokens" and isinstance(model, Decoder) and model.head is None
 
 

@@ -42,5 +42,5 @@ def test_the_page_on_checkpoints_names_every_family():
 
     page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
-    found = [name for cell in named for name in re.findall(r"`(\w+)`", cell)]
+    found = [name for cell in named for name in re.findall(r"`([\w-]+)`", cell)]
     assert sorted(found) == sorted([*LAYOUTS, "model_type"])

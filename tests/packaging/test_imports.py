@@ -25,9 +25,7 @@ for name in missing:
     sys.modules[name] = None
 import regard
 for item in pkgutil.walk_packages(regard.__path__, "regard."):
-    names = ("classifying", "commands", "detecting", "generating", "planning")
-    typed = tuple(f"regard.cli.{name}" for name in names)
-    if not item.name.startswith((*typed, "regard.integrations.")):
+    if not item.name.startswith(("regard.cli.", "regard.integrations.")):
         importlib.import_module(item.name)
 print("imported")
 """

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from regard.ops.long_conv import long_conv
     from regard.ops.recurrence import recurrence
     from regard.ops.scan import scan, selective_scan
-    from regard.transitions import Decay, Delta
+    from regard.transitions import Decay, Delta, GeneralizedDelta
 
 __all__ = [
     "Decay",
     "Delta",
+    "GeneralizedDelta",
     "analysis",
     "attention",
     "attention_weights",
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Decay": "regard.transitions",
     "Delta": "regard.transitions",
+    "GeneralizedDelta": "regard.transitions",
     "attention": "regard.ops.attention",
     "attention_weights": "regard.ops.attention",
     "edge_attention": "regard.ops.edges",

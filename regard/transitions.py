@@ -1,7 +1,8 @@
-"""How a matrix state moves from one token to the next: `Decay` and `Delta`, read by `regard.recurrence`.
+"""How a matrix state moves from one token to the next, read by `regard.recurrence`: one of three transitions.
 
-    Decay:  S_t = a_t * S_{t-1} + k_t v_t^T
-    Delta:  S_t = a_t * S_{t-1} + beta_t k_t (v_t - (a_t * S_{t-1})^T k_t)^T
+    Decay:             S_t = a_t * S_{t-1} + k_t v_t^T
+    Delta:             S_t = a_t * S_{t-1} + beta_t k_t (v_t - (a_t * S_{t-1})^T k_t)^T
+    GeneralizedDelta:  S_t = a_t * S_{t-1} + w_t (S_{t-1}^T r_t)^T + k_t v_t^T
 
 with ``a_t = exp(log_decay_t)``: none, a constant per head, a number per head and token, or one per key channel as well.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from regard.checks import describe
 from regard.coordinates import can_read
 
-__all__ = ["Decay", "Delta", "check_log_decay"]
+__all__ = ["TRANSITIONS", "Decay", "Delta", "GeneralizedDelta", "Transition", "check_log_decay"]
 
 KINDS = {None: "none", 1: "constant", 3: "scalar", 4: "channel"}
 
@@ -58,10 +59,7 @@ class Decay:
 
     log_decay: Tensor | None = None
 
-    @property
-    def beta(self) -> Tensor | None:
-        """The strength of the correction: none."""
-        return None
+    beta = read_key = write_key = None
 
     @property
     def kind(self) -> str:
@@ -102,6 +100,7 @@ class Delta:
     beta: Tensor
     log_decay: Tensor | None = None
 
+    read_key = write_key = None
     kind = Decay.kind
 
     def check(self, batch: int, heads: int, tokens: int, key_dim: int) -> None:
@@ -111,3 +110,50 @@ class Delta:
         if tuple(self.beta.shape) != (batch, heads, tokens):
             raise ValueError(f"beta: expected {(batch, heads, tokens)}, got {tuple(self.beta.shape)}")
         Decay(self.log_decay).check(batch, heads, tokens, key_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class GeneralizedDelta:
+    """The state decays, what the old one held at one key is added at another, then a key and value are written.
+
+    ``S_t = exp(log_decay_t) * S_{t-1} + w_t (S_{t-1}^T r_t)^T + k_t v_t^T``: a diagonal matrix plus one of rank one
+    acts on the state ("DPLR"). The old state is read before it decays. RWKV-7 has ``r = -kappa`` and
+    ``w = a * kappa``, with a removal key kappa of length 1 and a rate a in [0, 1] per channel. The delta rule is
+    ``r = k, w = -beta k`` with ``beta v`` as the value. It is stable where the matrix
+    ``diag(exp(log_decay)) + w r^T`` has no eigenvalue beyond 1 in size.
+
+    Args:
+        read_key, write_key: r and w, float tensors ``(B, Hv, T, Dk)``.
+        log_decay: as in `Decay`.
+
+    Runs in plain torch on every device: by chunks, or a token at a time in the reference.
+
+    Peng et al. 2025, arXiv:2503.14456, sec. 4 (RWKV-7).
+
+    >>> import torch, regard
+    >>> q, k, v, r, w = (torch.randn(1, 2, 5, 4) for _ in range(5))
+    >>> out, state = regard.recurrence(q, k, v, GeneralizedDelta(r, 0.1 * w, -torch.rand(1, 2, 5, 4)))
+    >>> out.shape, state.shape
+    (torch.Size([1, 2, 5, 4]), torch.Size([1, 2, 4, 4]))
+    """
+
+    read_key: Tensor
+    write_key: Tensor
+    log_decay: Tensor | None = None
+
+    beta = None
+    kind = Decay.kind
+
+    def check(self, batch: int, heads: int, tokens: int, key_dim: int) -> None:
+        """Raise unless the shapes fit `heads` value heads and the decay is nowhere positive."""
+        shape = (batch, heads, tokens, key_dim)
+        for name, key in (("read_key", self.read_key), ("write_key", self.write_key)):
+            if not isinstance(key, Tensor) or not key.is_floating_point():
+                raise TypeError(f"{name}: expected a float tensor {shape}, got {describe(key)}")
+            if tuple(key.shape) != shape:
+                raise ValueError(f"{name}: expected {shape}, got {tuple(key.shape)}")
+        Decay(self.log_decay).check(batch, heads, tokens, key_dim)
+
+
+Transition = Decay | Delta | GeneralizedDelta
+TRANSITIONS = (Decay, Delta, GeneralizedDelta)

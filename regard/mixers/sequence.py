@@ -17,7 +17,7 @@ from regard.checks import scale_of
 from regard.ops.convolutions import convolve
 from regard.ops.states import RecurrenceCall, ScanCall, SelectiveScanCall, run_state_call
 from regard.tokens import TokenLayout
-from regard.transitions import Decay, Delta
+from regard.transitions import Decay, Delta, GeneralizedDelta, Transition
 
 __all__ = ["TokenSequence", "compute_dtype", "identity", "last_segment", "scan_matrix", "sequence_of", "widened"]
 
@@ -59,7 +59,7 @@ class TokenSequence:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        transition: Decay | Delta,
+        transition: Transition,
         state: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -72,11 +72,19 @@ class TokenSequence:
                 decay = self.mask_padding(decay, 2)
             if isinstance(transition, Delta):
                 transition = Delta(self.mask_padding(transition.beta, 2), decay)
+            elif isinstance(transition, GeneralizedDelta):
+                v, write = self.mask_padding(v, 2), self.mask_padding(transition.write_key, 2)
+                transition = GeneralizedDelta(transition.read_key, write, decay)
             else:
                 v, transition = self.mask_padding(v, 2), Decay(decay)
         factor = scale_of(scale, k.shape[3], k.dtype)
-        decay = transition.log_decay
-        call = RecurrenceCall(q, k, v, transition.beta, decay, state, self.segment_starts, factor, None)
+        one = transition
+        call = RecurrenceCall(
+            *(q, k, v, one.beta, one.log_decay, state, self.segment_starts, factor),
+            chunk_size=None,
+            read_key=one.read_key,
+            write_key=one.write_key,
+        )
         return run_state_call(call)
 
     def recur_both_ways(self, q: Tensor, k: Tensor, v: Tensor, transition: Decay, scale: float | None = None) -> Tensor:

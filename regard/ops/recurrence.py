@@ -13,7 +13,7 @@ from regard.coordinates import can_read
 from regard.ops.checks import check_float, check_shape, check_state, lowered, scale_of, tied, widened, without_autocast
 from regard.ops.packing import Ids, by_sequence, packed_lengths, segment_starts_of
 from regard.ops.states import run_state_call
-from regard.transitions import Decay, Delta
+from regard.transitions import TRANSITIONS, Transition
 
 __all__ = ["recurrence"]
 
@@ -22,7 +22,7 @@ def recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    transition: Decay | Delta,
+    transition: Transition,
     *,
     state: Tensor | None = None,
     scale: float | None = None,
@@ -34,13 +34,14 @@ def recurrence(
     """A matrix state that decays, is written to, and is read: ``o_t = scale * S_t^T q_t``.
 
     ``S_t = a_t * S_{t-1} + k_t v_t^T`` with `Decay`; with `Delta`, ``S' = a_t * S_{t-1}`` and
-    ``S_t = S' + beta_t k_t (v_t - S'^T k_t)^T``; ``a_t = exp(log_decay_t)``. Sums and states are kept in float32, or
-    float64 for float64 inputs.
+    ``S_t = S' + beta_t k_t (v_t - S'^T k_t)^T``; with `GeneralizedDelta`,
+    ``S_t = S' + w_t (S_{t-1}^T r_t)^T + k_t v_t^T``; ``a_t = exp(log_decay_t)``. Sums and states are kept in
+    float32, or float64 for float64 inputs.
 
     Args:
         q, k: ``(B, Hk, T, Dk)``, v: ``(B, Hv, T, Dv)``, one floating dtype, any strides; Hv is a multiple of Hk, and
             value head h reads key head ``h // (Hv // Hk)``.
-        transition: `Decay` or `Delta`; its tensors have Hv heads and any floating dtype.
+        transition: `Decay`, `Delta` or `GeneralizedDelta`; its tensors have Hv heads and any floating dtype.
         state: ``(B, Hv, Dk, Dv)`` before the first token, any floating dtype; zeros by default. Differentiable.
         scale: factor on q; ``Dk ** -0.5`` by default.
         segments: ids ``(B, T)``, never falling: where they change the state starts from 0 (`state` enters the first
@@ -83,7 +84,8 @@ def recurrence(
     factor = scale_of(scale, sizes[0], q.dtype)
     q, k, v = lowered(q, k, v)
     beta, decay = transition.beta, transition.log_decay
-    call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, state_out)
+    keys = (transition.read_key, transition.write_key)
+    call = RecurrenceCall(q, k, v, beta, decay, state, None, factor, chunk_size, state_out, *keys)
     if state_out is not None:
         _check_state_out(state_out, (batch if lengths is None else len(lengths), heads, *sizes), call)
     if not lengths:
@@ -95,17 +97,19 @@ def recurrence(
         if decay is not None and decay.ndim == 1:
             # with a time axis: padding must not fade the state
             (decay,) = widened(q, decay[None, :, None].expand(1, heads, tokens))
-        timed = [(x, 2) for x in (q, k, v, beta, decay) if x is not None and x.ndim > 1]
+        optional = (beta, decay, *keys)
+        timed = [(x, 2) for x in (q, k, v, *optional) if x is not None]
 
         def body(parts: list[Tensor], state: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v, *rest = parts
-            strength = rest.pop(0) if beta is not None else None
+            given = [None if x is None else rest.pop(0) for x in optional]
+            strength, decay, *keys = given
             return backends.dispatch(
-                RecurrenceCall(q, k, v, strength, rest[0] if rest else None, state, None, factor, chunk_size), backend
+                RecurrenceCall(q, k, v, strength, decay, state, None, factor, chunk_size, None, *keys), backend
             )
 
         out, last = by_sequence(lengths, timed, state, body, axis=2)
-        out = out if out.numel() else tied(out, [x for x in (q, k, v, beta, decay, state) if x is not None])
+        out = out if out.numel() else tied(out, [x for x in (q, k, v, *optional, state) if x is not None])
         return out.to(q.dtype), last if state_out is None else _put(last, state_out)
 
 
@@ -122,7 +126,7 @@ def _check_state_out(state_out: Any, shape: tuple[int, ...], call: RecurrenceCal
         raise ValueError(f"state_out: expected a contiguous {call.compute_dtype} tensor, got {describe(state_out)}")
     if can_read(state_out):
         home = state_out.untyped_storage().data_ptr()
-        for name in ("q", "k", "v", "beta", "log_decay", "state"):
+        for name in ("q", "k", "v", "beta", "log_decay", "read_key", "write_key", "state"):
             x = getattr(call, name)
             if x is not None and x.untyped_storage().data_ptr() == home and _clash(state_out, x, name == "state"):
                 raise ValueError(f"state_out: it shares memory with {name}; give a tensor of its own, or state itself")
@@ -159,10 +163,10 @@ def _check(q: Any, k: Any, v: Any, transition: Any) -> tuple[int, int]:
         raise ValueError(f"v: expected ({batch}, Hv, {tokens}, Dv) to go with k {tuple(k.shape)}, got {tuple(v.shape)}")
     if not key_heads or v.shape[1] % key_heads:
         raise ValueError(f"v: expected a multiple of the {key_heads} key heads, got {v.shape[1]} value heads")
-    if not isinstance(transition, (Decay, Delta)):
-        raise TypeError(f"transition: expected Decay or Delta, got {describe(transition)}")
+    if not isinstance(transition, TRANSITIONS):
+        raise TypeError(f"transition: expected Decay, Delta or GeneralizedDelta, got {describe(transition)}")
     transition.check(batch, v.shape[1], tokens, k.shape[3])
-    for name in ("beta", "log_decay"):
+    for name in ("beta", "log_decay", "read_key", "write_key"):
         given = getattr(transition, name)
         if given is not None and given.device != q.device:
             raise ValueError(f"{name}: expected device {q.device}, got {given.device}")

@@ -27,6 +27,7 @@ class Family:
     heads_first: bool = False  # (B, H, T, ...), not (B, T, H, ...)
     decay: str | None = None  # the name of the log-decay
     delta: bool = False
+    keys: tuple[str, str] | None = None  # of the generalised delta rule: what reads the old state, where it is written
     fixed: Callable[[int], Tensor] | None = None  # decay rates from the number of heads
 
 
@@ -40,19 +41,25 @@ class Call:
     beta: Tensor | None
     decay: Tensor | None
     scale: float | None
+    read_key: Tensor | None = None
+    write_key: Tensor | None = None
+
+    @property
+    def transition(self) -> regard.Decay | regard.Delta | regard.GeneralizedDelta:
+        if self.read_key is not None:
+            return regard.GeneralizedDelta(self.read_key, self.write_key, self.decay)
+        return regard.Decay(self.decay) if self.beta is None else regard.Delta(self.beta, self.decay)
 
     def run(
         self, state: Tensor | None, chunk_size: int | None = None, backend: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        given = regard.Decay(self.decay) if self.beta is None else regard.Delta(self.beta, self.decay)
-        return regard.recurrence(
-            self.q, self.k, self.v, given, state=state, scale=self.scale, chunk_size=chunk_size, backend=backend
-        )
+        given, options = self.transition, {"scale": self.scale, "chunk_size": chunk_size, "backend": backend}
+        return regard.recurrence(self.q, self.k, self.v, given, state=state, **options)
 
     def piece(self, start: int, stop: int) -> Call:
         """The same call on some of its tokens."""
         cut = {}
-        for name in ("q", "k", "v", "beta", "decay"):
+        for name in ("q", "k", "v", "beta", "decay", "read_key", "write_key"):
             x = getattr(self, name)
             cut[name] = x if x is None or x.ndim == 1 else x[:, :, start:stop]
         return replace(self, **cut)
@@ -98,7 +105,8 @@ def function(family: Family, case: Case, peer: Peer, wanted: frozenset[str]) -> 
     if normalize:  # the sum of the weights is what a value of ones would give
         v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
         state = None if state is None else torch.cat((state, torch.zeros_like(state[..., :1])), -1)
-    call = Call(q, k, v, given("beta") if family.delta else None, decay, scale)
+    keys = () if family.keys is None else tuple(given(name) for name in family.keys)
+    call = Call(q, k, v, given("beta") if family.delta else None, decay, scale, *keys)
 
     def output(out: Tensor) -> Tensor:
         return turned(out[..., :-1] / (out[..., -1:] + 1e-10) if normalize else out)
@@ -126,6 +134,7 @@ FAMILIES = {
     "delta_rule": Family(heads_first=True, delta=True),
     "gated_delta_rule": Family(decay="g", delta=True),
     "kda": Family(decay="g", delta=True),
+    "dplr_rwkv7_core": Family(heads_first=True, decay="gk", keys=("alpha", "beta")),
 }
 ADAPTERS: dict[str, Callable[[Case], Paths | None]] = {
     name: partial(paths, family) for name, family in FAMILIES.items()

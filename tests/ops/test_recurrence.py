@@ -9,14 +9,15 @@ from oracles.recurrences import delta_recurrence, diagonal_scan, selective
 from torch import Tensor
 
 import regard
-from regard import Decay, Delta
+from regard import Decay, Delta, GeneralizedDelta
 from regard.masks import Segments
 
 B, HK, HV, DK, DV = 2, 2, 4, 5, 3
 KINDS = ("none", "constant", "scalar", "channel")
+RULES = ("decay", "delta", "generalized")
 
 
-def tensors(kind: str, tokens: int, delta: bool, groups: int = 2, seed: int = 0) -> dict[str, Tensor]:
+def tensors(kind: str, tokens: int, rule: str, groups: int = 2, seed: int = 0) -> dict[str, Tensor]:
     """Arguments in float64; some decays are -inf, some -200."""
     g = torch.Generator().manual_seed(seed)
 
@@ -33,14 +34,19 @@ def tensors(kind: str, tokens: int, delta: bool, groups: int = 2, seed: int = 0)
             chance = torch.rand(decay.shape, generator=g)
             decay = torch.where(chance < 0.1, -torch.inf, torch.where(chance < 0.2, -200.0, decay))
         found["log_decay"] = decay
-    if delta:
+    if rule == "delta":
         found["beta"] = torch.rand(B, HV, tokens, generator=g, dtype=torch.float64)
+    if rule == "generalized":
+        found["read_key"] = randn(B, HV, tokens, DK) / DK
+        found["write_key"] = randn(B, HV, tokens, DK) / DK
     return found
 
 
 def call(given: dict[str, Tensor], **options: object) -> tuple[Tensor, Tensor]:
     decay = given.get("log_decay")
     transition = Delta(given["beta"], decay) if "beta" in given else Decay(decay)
+    if "read_key" in given:
+        transition = GeneralizedDelta(given["read_key"], given["write_key"], decay)
     return regard.recurrence(given["q"], given["k"], given["v"], transition, state=given.get("state"), **options)
 
 
@@ -58,10 +64,10 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-
         torch.testing.assert_close(got[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("delta", [False, True], ids=["decay", "delta"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle(kind, delta):
-    given = tensors(kind, 9, delta)
+def test_the_oracle(kind, rule):
+    given = tensors(kind, 9, rule)
     ids = torch.tensor([[0, 0, 0, 0, 3, 3, 3, 3, 3], [1, 1, 2, 2, 2, 2, 2, 2, 9]])
     for segments in (None, ids):
         want = delta_recurrence(
@@ -73,13 +79,13 @@ def test_the_oracle(kind, delta):
             np.testing.assert_allclose(state.numpy(), want[1], atol=1e-12)
 
 
-@pytest.mark.parametrize("delta", [False, True], ids=["decay", "delta"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 7, 70])
-def test_chunks_agree_with_the_loop(kind, delta, tokens):
+def test_chunks_agree_with_the_loop(kind, rule, tokens):
     ids = torch.randint(0, 2, (B, tokens), generator=torch.Generator().manual_seed(3)).cumsum(1)
     for groups, segments in ((1, None), (2, ids)):
-        given = tensors(kind, tokens, delta, groups)
+        given = tensors(kind, tokens, rule, groups)
         want = with_gradients(given, segments=segments, backend="reference")
         for size in (None, 1, 5, 16):
             same(with_gradients(given, segments=segments, chunk_size=size, backend="chunked"), want)
@@ -88,7 +94,7 @@ def test_chunks_agree_with_the_loop(kind, delta, tokens):
 @pytest.mark.parametrize("kind", ["scalar", "channel"])
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_a_hard_reset_is_two_calls(kind, backend):
-    given = tensors(kind, 20, True)
+    given = tensors(kind, 20, "delta")
     given["log_decay"] = given["log_decay"].clamp_min(-1.0)
     given["log_decay"][:, :, 13] = -torch.inf
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
@@ -103,9 +109,10 @@ def test_a_hard_reset_is_two_calls(kind, backend):
         assert bool((before == 0).all()), name
 
 
-def test_packed_lengths_are_separate_calls():
+@pytest.mark.parametrize("rule", RULES)
+def test_packed_lengths_are_separate_calls(rule):
     lengths = [3, 0, 5, 70, 1, 66, 0]
-    given = {name: x[:1] for name, x in tensors("scalar", sum(lengths), True).items()}
+    given = {name: x[:1] for name, x in tensors("scalar", sum(lengths), rule).items()}
     given["state"] = torch.randn(len(lengths), HV, DK, DV, dtype=torch.float64)
     out, state = call(given, segments=Segments.from_lengths(lengths))
     ends = np.cumsum(lengths)
@@ -215,7 +222,7 @@ def test_short_convolutions():
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own, on the first jvp
 def test_gradients_of_gradients_and_transforms():
-    given = tensors("channel", 5, True)
+    given = tensors("channel", 5, "delta")
     given["log_decay"] = -torch.rand(B, HV, 5, DK, dtype=torch.float64)
     names = list(given)
     leaves = tuple(x[:1].clone().requires_grad_() for x in given.values())
@@ -257,7 +264,7 @@ def test_gradients_of_gradients_and_transforms():
     ],
 )
 def test_wrong_arguments(changes, error, name):
-    given = tensors("scalar", 6, True)
+    given = tensors("scalar", 6, "delta")
     names = {*given, "state"}
     given |= {name: x for name, x in changes.items() if name in names}
     options = {name: x for name, x in changes.items() if name not in names}
@@ -283,7 +290,7 @@ def test_wrong_arguments_of_the_scans():
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_low_precision_keeps_wide_states(low):
-    given = tensors("scalar", 40, True)
+    given = tensors("scalar", 40, "delta")
     given["log_decay"] = given["log_decay"].clamp_min(-1.0)
     given["state"] = given["state"].to(low)
     lowered = {name: x.to(low) if name in ("q", "k", "v") else x for name, x in given.items()}
@@ -295,7 +302,7 @@ def test_low_precision_keeps_wide_states(low):
 
 
 def test_autocast_lowers_q_k_v_alone():
-    given = {name: x.float() for name, x in tensors("scalar", 6, True).items()}
+    given = {name: x.float() for name, x in tensors("scalar", 6, "delta").items()}
     with torch.autocast("cpu", torch.bfloat16):
         out, state = call(given)
     assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
@@ -303,7 +310,7 @@ def test_autocast_lowers_q_k_v_alone():
 
 @pytest.mark.parametrize("kind", ["scalar", "channel"])
 def test_compiled(kind):
-    given = tensors(kind, 20, True)
+    given = tensors(kind, 20, "delta")
     torch._dynamo.reset()
     fast = torch.compile(with_gradients_graph, fullgraph=True, backend="aot_eager")
     for got, want in zip(fast(given), with_gradients_graph(given), strict=True):
@@ -333,3 +340,32 @@ def test_no_large_tensor_for_channel_decays():
         out, _ = regard.recurrence(q, k, v, Delta(torch.rand(1, heads, tokens), decay))
         out.sum().backward()
     assert largest <= 2 * heads * tokens * width  # the solve's two right-hand sides lie side by side
+
+
+def test_the_generalized_delta_rule_has_the_delta_rule_in_it():
+    given = tensors("none", 40, "delta", groups=1)
+    want, last = call(given)
+    k, beta = given["k"].double(), given["beta"][..., None]
+    found, end = regard.recurrence(
+        given["q"], k, beta * given["v"], GeneralizedDelta(k, -beta * k), state=given["state"]
+    )
+    torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(end, last, rtol=1e-11, atol=1e-11)
+
+
+def test_the_generalized_delta_rule_says_what_it_takes():
+    given = tensors("channel", 6, "generalized")
+    for name, value, text in (
+        ("read_key", given["q"], r"read_key: expected \(2, 4, 6, 5\), got \(2, 2, 6, 5\)"),
+        ("write_key", given["write_key"].int(), "write_key: expected a float tensor"),
+        ("log_decay", -given["log_decay"], "log_decay: expected log-decays <= 0"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            call(given | {name: value})
+    with pytest.raises(regard.errors.BackendUnsupported, match=r"no generalised delta rule|float64|not built"):
+        call({name: x.float() for name, x in given.items()}, backend="native")
+    half = {name: x.bfloat16() for name, x in given.items()}
+    out, state = call(half)
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    compiled = torch.compile(lambda **x: call(x), backend="aot_eager", fullgraph=True)
+    same({"out": compiled(**given)[0]}, {"out": call(given)[0]})

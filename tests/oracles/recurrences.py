@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 
-def delta_recurrence(q, k, v, state, log_decay=None, beta=None, ids=None, scale=None):
-    """(outputs (B, Hv, T, Dv), last state): decay, then (with beta) move what the key holds towards the value."""
+def delta_recurrence(q, k, v, state, log_decay=None, beta=None, read_key=None, write_key=None, ids=None, scale=None):
+    """(outputs (B, Hv, T, Dv), last state): decay, then (with beta) move what the key holds towards the value.
+
+    With a read and a write key, the state is multiplied by ``diag(a) + write read^T`` instead.
+    """
     batch, heads, tokens, _ = v.shape
     group = heads // k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -17,9 +20,13 @@ def delta_recurrence(q, k, v, state, log_decay=None, beta=None, ids=None, scale=
             for t in range(tokens):
                 if ids is not None and t and ids[b, t] != ids[b, t - 1]:
                     memory = np.zeros_like(memory)
+                moved = np.eye(k.shape[3])
                 if log_decay is not None:
                     now = log_decay[h] if log_decay.ndim == 1 else log_decay[b, h, t]
-                    memory = memory * np.exp(now).reshape(-1, 1)
+                    moved = np.diag(np.broadcast_to(np.exp(now), k.shape[3:]))
+                if read_key is not None:
+                    moved = moved + np.outer(write_key[b, h, t], read_key[b, h, t])
+                memory = moved @ memory
                 key, value = k[b, h // group, t], v[b, h, t]
                 if beta is not None:
                     value = beta[b, h, t] * (value - key @ memory)

@@ -23,6 +23,8 @@ def reject(call: StateCall) -> str | None:
         return f"the kernels run on the CPU, not on {call.device.type}"
     if call.compute_dtype != torch.float32:
         return "the kernels compute in float32, and this call is in float64"
+    if isinstance(call, RecurrenceCall) and call.read_key is not None:
+        return "the kernels have no generalised delta rule"
     if call.transformed:
         return "the kernels take no function transforms (vmap, jvp, jacrev) and no forward-mode derivatives"
     return None

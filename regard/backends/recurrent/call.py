@@ -73,7 +73,10 @@ class StateCall:
 
 @dataclass(eq=False)
 class RecurrenceCall(StateCall):
-    """q, k (B, Hk, T, Dk), v (B, Hv, T, Dv), beta (B, Hv, T), log_decay as in `Decay`, state (B, Hv, Dk, Dv)."""
+    """q, k (B, Hk, T, Dk), v (B, Hv, T, Dv), beta (B, Hv, T), log_decay as in `Decay`, state (B, Hv, Dk, Dv).
+
+    read_key, write_key (B, Hv, T, Dk) or None, both or neither; beta goes without them.
+    """
 
     operation: ClassVar[str] = "recurrence"
     first: ClassVar[str] = "q"
@@ -88,6 +91,8 @@ class RecurrenceCall(StateCall):
     scale: float
     chunk_size: int | None
     state_out: Tensor | None = None  # where the last state may be put; only without gradients
+    read_key: Tensor | None = None
+    write_key: Tensor | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:

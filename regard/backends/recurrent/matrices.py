@@ -5,7 +5,13 @@ With G the running sum of log-decays inside a chunk, ``D_ij = exp(G_i - G_j)`` f
     A = beta_i (k_i . k_j D_ij) for j < i,     (I + A) [U | W] = [beta v | beta e^G k],     V' = U - W S
     O = scale ((e^G q) S + (q_i . k_j D_ij) V'),     S <- e^{G_C} S + (e^{G_C - G} k)^T V'
 
-(V' = v without a delta correction.) Exponents are differences, formed in float64 and never positive. A decay per
+(V' = v without a delta correction.) With keys r_i that read the old state and w_i that write what they found,
+
+    R_ij = r_i . w_j D_{i-1,j},  K_ij = r_i . k_j D_{i-1,j},     (I - R) U = (e^{G_{i-1}} r) S + K v
+    O = scale ((e^G q) S + (q_i . k_j D_ij) v + (q_i . w_j D_ij) U),
+    S <- e^{G_C} S + (e^{G_C - G} k)^T v + (e^{G_C - G} w)^T U
+
+Exponents are differences, formed in float64 and never positive. A decay per
 channel enters the products of queries with keys: there each pair of neighbouring spans of 1, 2, 4, … tokens is one
 product, with the later span's first token as the reference, so both factors are at most 1. A hard reset (the start of a
 segment, or a log-decay whose exponential is 0) is counted beside G: pairs with a reset between them have the weight 0.
@@ -58,7 +64,9 @@ def chunked_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     v = chunks(call.v.to(dtype), group)
     decays = _decays(call, chunks, group, dtype)
     state = state.unflatten(1, (key_heads, group))
-    if call.beta is None:
+    if call.read_key is not None:
+        out, state = _generalized(call, chunks, decays, (q, k, v), state)
+    elif call.beta is None:
         (weights,) = decays.products([q], k)
         written = decays.to_end(k).transpose(-1, -2) @ v
         states = []
@@ -82,6 +90,36 @@ def chunked_recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
             state = decays.carried(state, n) + ends[:, :, :, n] @ inside[-1]
         out = torch.stack(across, 3) + weights @ torch.stack(inside, 3)
     return out.flatten(3, 4).flatten(1, 2)[:, :, :tokens], state.flatten(1, 2)
+
+
+def _generalized(
+    call: RecurrenceCall, chunks: Any, decays: _Decays, operands: tuple[Tensor, Tensor, Tensor], state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The generalised delta rule, on chunks: (output, last state)."""
+    assert call.read_key is not None and call.write_key is not None
+    (q, k, v), group, dtype = operands, operands[2].shape[2], operands[2].dtype
+    read, write = call.read_key.to(dtype), chunks(call.write_key.to(dtype), group)
+    if call.segment_starts is not None:  # the state before a segment is 0
+        read = torch.where(call.segment_starts[:, None, :, None], 0.0, read)
+    read = chunks(read, group)
+    early = F.pad(read[..., 1:, :], (0, 0, 0, 1))  # where the state that it reads stands: one token before
+    by_key, found_by_key = decays.products([q, early], k)
+    by_write, found_by_write = decays.products([q, early], write)
+
+    def later(x: Tensor) -> Tensor:
+        return F.pad(x[..., :-1, :], (0, 0, 1, 0))
+
+    start = torch.cat((read[..., :1, :], decays.from_start(early)[..., :-1, :]), -2)
+    right = torch.cat((later(found_by_key) @ v, start), -1)
+    solved = torch.linalg.solve_triangular(-later(found_by_write), right, upper=False, unitriangular=True)
+    from_values, from_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    added = decays.to_end(k).transpose(-1, -2) @ v
+    ends, states, found = decays.to_end(write).transpose(-1, -2), [], []
+    for n in range(v.shape[3]):
+        states.append(state)
+        found.append(from_values[:, :, :, n] + from_state[:, :, :, n] @ state)
+        state = decays.carried(state, n) + added[:, :, :, n] + ends[:, :, :, n] @ found[-1]
+    return decays.from_start(q) @ torch.stack(states, 3) + by_key @ v + by_write @ torch.stack(found, 3), state
 
 
 def _free(size: int) -> bool:

@@ -1,6 +1,7 @@
 """The definition of the recurrent operations: one loop over tokens each, in plain torch, for every dtype.
 
-    recurrence:      S' = a_t * S;  S = S' + beta_t k_t (v_t - S'^T k_t)^T  (or S' + k_t v_t^T);  o_t = scale * S^T q_t
+    recurrence:      S' = a_t * S;  S = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale * S^T q_t
+                     without beta: S = S' + k_t v_t^T, and + write_t (S_before^T read_t)^T with such keys
     scan:            y_t = a_t * y_{t-1} + x_t
     selective_scan:  h = exp(dt_t A) * h + dt_t x_t B_t;  y_t = h C_t + D x_t
     short_conv:      y_t = bias + sum_i weight_i * x_{t - W + 1 + i}  (of its own segment)
@@ -54,9 +55,10 @@ def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
     q, k = ((q * call.scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1))
     decay = None if call.log_decay is None else call.log_decay.to(dtype)
-    beta = None if call.beta is None else call.beta.to(dtype)
+    beta, read, write = (None if x is None else x.to(dtype) for x in (call.beta, call.read_key, call.write_key))
     outs = []
     for t in range(tokens):
+        before = _reset_at(state, call.segment_starts, t)
         if decay is not None:
             now = decay if decay.ndim == 1 else decay[:, :, t]
             state = torch.exp(now[..., None] if decay.ndim == 4 else now[..., None, None]) * state
@@ -64,6 +66,9 @@ def _recurrence(call: RecurrenceCall) -> tuple[Tensor, Tensor]:
         key, value = k[:, :, t, :, None], v[:, :, t, None, :]
         if beta is not None:
             value = beta[:, :, t, None, None] * (value - (key * state).sum(-2, keepdim=True))
+        if read is not None and write is not None:
+            held = (read[:, :, t, :, None] * before).sum(-2, keepdim=True)
+            state = state + write[:, :, t, :, None] * held
         state = state + key * value
         outs.append((q[:, :, t, :, None] * state).sum(-2))
     out = torch.stack(outs, 2) if outs else v.new_zeros(batch, heads, 0, value_dim)

@@ -25,6 +25,7 @@ __all__ = [
     "can_read",
     "has_values",
     "is_recording",
+    "plain_eager",
     "plain_tensors",
 ]
 
@@ -185,3 +186,15 @@ class Coordinates:
 
     def _local(self, values: Sequence[int], low: int, high: int) -> Tensor:
         return torch.tensor(values[low:high], dtype=torch.long, device=self.device)
+
+
+def plain_eager(positions: Tensor) -> bool:
+    """Whether a tensor holds plain values now: not traced, not batched by vmap, not wrapped, not differentiated."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and type(positions) is Tensor
+        and not positions.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from regard.coordinates import plain_eager
 from regard.position_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -28,6 +29,7 @@ from regard.position_scaling import (
     plain_frequencies,
     wide,
 )
+from regard.position_tables import AxialPositions, LearnedPositions
 
 __all__ = [
     "image_positions",
@@ -39,6 +41,7 @@ __all__ = [
     "interleaved_to_half",
     "sinusoidal",
     "LearnedPositions",
+    "AxialPositions",
 ]
 
 
@@ -75,18 +78,6 @@ class _Memo:
 
     def __reduce__(self) -> tuple[type[_Memo], tuple[()]]:
         return _Memo, ()
-
-
-def plain_eager(positions: Tensor) -> bool:
-    """Whether a tensor holds plain values now: not traced, not batched by vmap, not wrapped, not differentiated."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
-        and type(positions) is Tensor
-        and not positions.requires_grad
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
 
 
 @dataclass(frozen=True)
@@ -295,44 +286,3 @@ def image_positions(
         whole_line = count.narrow(axis, real.shape[axis] - 1, 1) if real.shape[axis] else count
         parts.append(sinusoidal(count / (whole_line + 1e-6) * (2 * math.pi), features, base=base, dtype=exact))
     return torch.cat(parts, -1).to(dtype)
-
-
-class LearnedPositions(nn.Module):
-    """A learned vector for each position: y = weight[positions + first].
-
-    positions (B, T) or (T,) of integers in [0, max_length - first) -> (B, T, dim) or (T, dim), in the weight's dtype.
-    `first` is the row of position 0; RoBERTa's family leaves the rows before it to padding.
-    `weight` (max_length, dim) starts from a normal distribution of standard deviation 0.02.
-    Raises `ValueError` for a position outside the table (read in eager mode on a CPU only; a GPU kernel asserts),
-    `TypeError` for positions that are not integers. Source: Gehring et al. 2017, arXiv:1705.03122.
-
-    >>> LearnedPositions(16, 8)(torch.arange(5)).shape
-    torch.Size([5, 8])
-    """
-
-    def __init__(self, max_length: int, dim: int, *, first: int = 0) -> None:
-        super().__init__()
-        if max_length <= 0 or dim <= 0:
-            raise ValueError(f"max_length, dim: expected numbers above 0, got {max_length} and {dim}")
-        if not 0 <= first < max_length:
-            raise ValueError(f"first: expected a row below max_length={max_length}, got {first}")
-        self.first = first
-        self.weight = nn.Parameter(torch.empty(max_length, dim))
-        self.reset_parameters()
-
-    def reset_parameters(self, std: float = 0.02) -> None:
-        nn.init.normal_(self.weight, std=std)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}" + (f", first={self.first}" if self.first else "")
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """Look positions (B, T) or (T,) up."""
-        if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
-            raise TypeError(f"positions: expected integers, got {positions.dtype}")
-        if positions.numel() and positions.device.type == "cpu" and plain_eager(positions):
-            low, high = int(positions.min()), int(positions.max())
-            places = self.weight.shape[0] - self.first
-            if low < 0 or high >= places:
-                raise ValueError(f"positions: expected numbers in [0, {places}), got {low} to {high}")
-        return nn.functional.embedding(positions + self.first if self.first else positions, self.weight)

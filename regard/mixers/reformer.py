@@ -43,9 +43,10 @@ class HashedAttention(nn.Module):
 
     Parameters: ``qk_proj v_proj o_proj`` without biases. A key that several rounds find counts for each, as published.
     Which tokens share a bucket's window never depends on later tokens, so the causal layer does not leak; the released
-    code's chunks do (`regard.ops.lsh.published_hashed_attention` has them). Padding and other packed texts have buckets
-    of their own. A cache holds queries and values; hashes are formed anew. Raises ValueError and TypeError for sizes
-    and tensors that do not fit, and for masks. Cost rounds (4 T reach H D + T log T) FLOPs; memory linear in T.
+    code's chunks do (`regard.mixers.reformer_published` has them, for its checkpoints). Padding and other packed texts
+    have buckets of their own. A cache holds queries and values; hashes are formed anew. Raises ValueError and TypeError
+    for sizes and tensors that do not fit, and for masks. Cost rounds (4 T reach H D + T log T) FLOPs; memory linear in
+    T.
 
     >>> HashedAttention(64, 8, buckets=8, reach=16, rounds=2)(torch.randn(2, 100, 64)).shape
     torch.Size([2, 100, 64])

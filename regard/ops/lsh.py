@@ -5,17 +5,17 @@ Kitaev, Kaiser, Levskaya 2020, arXiv:2001.04451.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import describe
 from regard.masks import Band, Segments
 from regard.ops.attention import attention
 
-__all__ = ["hash_buckets", "hashed_attention", "merged_rounds", "published_hashed_attention", "same_bucket"]
+__all__ = ["factored_buckets", "hash_buckets", "hashed_attention", "merged_rounds", "same_bucket"]
 
 
 def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
@@ -41,6 +41,25 @@ def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     turned = torch.einsum("bhtd,hdrn->bhrtn", x.detach().to(wide), rotations.to(wide).expand(x.shape[1], -1, -1, -1))
     return torch.cat([turned, -turned], -1).argmax(-1)
+
+
+def factored_buckets(x: Tensor, rotations: Tensor, factors: Sequence[int]) -> Tensor:
+    """`hash_buckets` of several hashes at once: ``sum_i bucket_i * n_1 ... n_{i-1}``, one of n_1 n_2 … buckets.
+
+    The rotations of the factors, half as many each as it has buckets, stand side by side on the last axis. Raises
+    ValueError where they do not fit.
+
+    >>> factored_buckets(torch.eye(3)[None, None], torch.eye(3)[None, :, None], [2, 4]).tolist()
+    [[[[0, 0, 2]]]]
+    """
+    if rotations.shape[-1] != sum(factors) // 2 or any(n < 2 or n % 2 for n in factors):
+        raise ValueError(f"rotations: expected half of even factors {list(factors)} in all, got {rotations.shape[-1]}")
+    parts = rotations.split([n // 2 for n in factors], -1)
+    found, product = hash_buckets(x, parts[0]), factors[0]
+    for part, n in zip(parts[1:], factors[1:], strict=True):
+        found = found + product * hash_buckets(x, part)
+        product *= n
+    return found
 
 
 def merged_rounds(outs: Tensor, lse: Tensor, alone: Tensor) -> Tensor:
@@ -100,60 +119,3 @@ def same_bucket(q_buckets: Tensor, k_buckets: Tensor, start: int, reach: int) ->
     equal = (q_buckets.unsqueeze(-1) == k_buckets.unsqueeze(-2)) & earlier
     rank = equal.flip(-1).cumsum(-1).flip(-1)  # 1 for the latest
     return equal & (rank <= reach)
-
-
-def published_hashed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buckets: Tensor,
-    chunk: int,
-    *,
-    before: int = 1,
-    after: int = 0,
-    causal: bool = False,
-    keep: Tensor | None = None,
-) -> Tensor:
-    """Hashed attention as the released code has it, for its numbers: chunks of the sorted tokens of all rounds.
-
-    Each chunk reads itself and so many chunks before and after it, circularly and over the ends of rounds, whatever
-    their buckets; a causal call masks later tokens. Which tokens share a chunk depends on *all* tokens, so that even a
-    causal call leaks: changing a later token moves the chunks. `hashed_attention` does not. `buckets` is (B, H, rounds,
-    T) with T a multiple of `chunk`; keep: bool (B, T). Scores are not scaled.
-    """
-    _, heads, rounds, tokens = buckets.shape
-    if tokens % chunk:
-        raise ValueError(f"chunk: expected a divisor of {tokens} tokens, got {chunk}")
-    most = int(buckets.max()) + 1 if buckets.numel() else 1
-    place = torch.arange(tokens, device=q.device)
-    codes = (buckets + torch.arange(rounds, device=q.device)[:, None] * most) * tokens + place
-    order = codes.flatten(2).argsort(dim=-1, stable=True)  # (B, H, rounds T)
-    back, at = order.argsort(dim=-1), order % tokens
-
-    def chunks(x: Tensor) -> Tensor:
-        rows = x.gather(2, at[..., None].expand(-1, -1, -1, x.shape[3]))
-        return rows.view(*rows.shape[:2], rows.shape[2] // chunk, chunk, rows.shape[3])
-
-    def beside(x: Tensor) -> Tensor:
-        return torch.cat([x.roll(n, 2) for n in range(before, -after - 1, -1)], 3)
-
-    q_c, k_c, v_c = chunks(q), beside(chunks(k)), beside(chunks(v))
-    own = at.unflatten(2, (-1, chunk))
-    seen = beside(own)
-    scores = (q_c @ k_c.mT).to(torch.promote_types(q.dtype, torch.float32))
-    same = own.unsqueeze(-1) == seen.unsqueeze(-2)
-    if keep is not None:
-        rows = keep[:, None].expand(-1, heads, -1)
-        real = beside(rows.gather(2, at).unflatten(2, (-1, chunk)))
-        scores = torch.where(real.unsqueeze(-2), scores, -1e9)
-    if causal:
-        scores = torch.where(own.unsqueeze(-1) >= seen.unsqueeze(-2), scores, -1e9)
-    scores = torch.where(same, -1e5, scores)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
-    out = (weights / weights.sum(-1, keepdim=True)).to(v.dtype) @ v_c
-    outs = out.flatten(2, 3).gather(2, back[..., None].expand(-1, -1, -1, v.shape[3])).unflatten(2, (rounds, tokens))
-    sums = lse.flatten(2, 3).gather(2, back).unflatten(2, (rounds, tokens))
-    shares = F.softmax(sums, 2)
-    found: Tensor = (shares.unsqueeze(-1) * outs.to(shares.dtype)).sum(2).to(v.dtype)
-    return found

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from golden_adapters.case import Case, Paths, Peer
 from golden_adapters.compositions import heads_of, joined, linear
-from regard.ops.lsh import hash_buckets, published_hashed_attention
+from regard.ops.lsh import factored_buckets
+from regard.ops.reformer_chunks import Chunks, published_hashed_attention
 
 Outputs = dict[str, Tensor]
 
 
 def hashed(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
     config, x = case.config["config"], peer["input.hidden"]
-    case.refuse_unless(isinstance(config["num_buckets"], int), f"num_buckets {config['num_buckets']}")
-    heads, chunk, buckets = config["num_attention_heads"], config["lsh_attn_chunk_length"], config["num_buckets"]
+    heads, chunk, stated = config["num_attention_heads"], config["lsh_attn_chunk_length"], config["num_buckets"]
+    factors = [stated] if isinstance(stated, int) else stated
+    buckets = math.prod(factors)
     q, v = heads_of(linear(peer, "query_key", x), heads), heads_of(linear(peer, "value", x), heads)
     keep = peer["input.attention_mask"] > 0 if "input.attention_mask" in peer else None
-    found = hash_buckets(q, peer["input.rotations"])
+    found = factored_buckets(q, peer["input.rotations"], factors)
     padded = keep is not None and not bool(keep.all())
     if padded:
         found = torch.where(keep[:, None, None], found, buckets)
@@ -30,9 +34,8 @@ def hashed(case: Case, peer: Peer, wanted: frozenset[str]) -> Outputs:
         normed * q.shape[-1] ** -0.5,
         v,
         found,
-        chunk,
-        before=config["lsh_num_chunks_before"],
-        after=config["lsh_num_chunks_after"],
+        Chunks(chunk, config["lsh_num_chunks_before"], config["lsh_num_chunks_after"]),
+        most=buckets + padded,
         causal=config["is_decoder"],
         keep=keep if padded else None,
     )

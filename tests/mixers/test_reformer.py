@@ -6,7 +6,8 @@ import torch
 import regard
 from regard.masks import Causal
 from regard.nn import HashedAttention
-from regard.ops.lsh import hash_buckets, hashed_attention, published_hashed_attention
+from regard.ops.lsh import factored_buckets, hash_buckets, hashed_attention
+from regard.ops.reformer_chunks import Chunks, published_hashed_attention
 from regard.testing import Subject, run_checks
 
 
@@ -48,7 +49,7 @@ class _Published(HashedAttention):
         edge = -tokens % 2
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, edge)) for x in (q, k, view.v))
         buckets = torch.nn.functional.pad(buckets, (0, edge))
-        return published_hashed_attention(q, k, v, buckets, 2, causal=True)[:, :, :tokens]
+        return published_hashed_attention(q, k, v, buckets, Chunks(2), most=4, causal=True)[:, :, :tokens]
 
 
 def test_the_released_chunks_leak_and_these_windows_do_not():
@@ -66,7 +67,7 @@ def test_a_long_sequence_is_linear_on_the_kernels():
 
 def chunked(tokens: int) -> torch.Tensor:
     x = drawn(1, 1, tokens, 2)
-    return published_hashed_attention(x, x, x, torch.zeros(1, 1, 1, tokens, dtype=torch.long), 2)
+    return published_hashed_attention(x, x, x, torch.zeros(1, 1, 1, tokens, dtype=torch.long), Chunks(2), most=1)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,10 @@ def chunked(tokens: int) -> torch.Tensor:
         ("buckets: expected an even number", lambda: HashedAttention(8, 2, 3, 4)),
         ("mask: expected None", lambda: HashedAttention(8, 2, 4, 4)(torch.randn(1, 3, 8), mask=Causal())),
         ("rotations: expected", lambda: hash_buckets(drawn(1, 2, 3, 4), drawn(3, 4, 1, 2))),
+        ("size: expected a divisor", lambda: chunked(5)),
         (
-            "chunk: expected a divisor",
-            lambda: published_hashed_attention(*[drawn(1, 1, 5, 2)] * 3, torch.zeros(1, 1, 1, 5), 2),
+            "rotations: expected half of even factors",
+            lambda: factored_buckets(drawn(1, 2, 3, 4), drawn(2, 4, 1, 2), [3]),
         ),
     ],
 )

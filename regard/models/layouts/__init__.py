@@ -43,6 +43,7 @@ from regard.models.layouts.qwen2 import QWEN2
 from regard.models.layouts.qwen3 import QWEN3
 from regard.models.layouts.qwen3_next import QWEN3_NEXT
 from regard.models.layouts.recurrent_gemma import RECURRENT_GEMMA
+from regard.models.layouts.reformer import REFORMER
 from regard.models.layouts.siglip import SIGLIP, SIGLIP_VISION
 from regard.models.layouts.swin import SWIN, SWINV2
 from regard.models.layouts.t5 import MT5, T5, UMT5
@@ -95,6 +96,7 @@ LAYOUTS: dict[str, Layout] = {
         QWEN3,
         QWEN3_NEXT,
         RECURRENT_GEMMA,
+        REFORMER,
         SIGLIP,
         SIGLIP_VISION,
         SWIN,

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.coordinates import plain_tensors
+from regard.coordinates import plain_eager, plain_tensors
 from regard.errors import CheckpointError
 from regard.models.config import Config, is_finite, naming
 from regard.position_scaling import Scaling
-from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling, plain_eager
+from regard.positions import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
 __all__ = ["PairFactors", "RotaryWithinContext", "rotary_from_config"]
 

@@ -11,6 +11,7 @@ tensor([[ 0.0000,  0.0625],
 
 from regard.biases.alibi import Alibi, alibi_slopes
 from regard.biases.base import Bias, Dense, Sum, as_bias
+from regard.biases.formula import Formula
 from regard.biases.relative import ClassTable, RelativeBuckets, RelativeTable, relative_bucket
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Bias",
     "ClassTable",
     "Dense",
+    "Formula",
     "RelativeBuckets",
     "RelativeTable",
     "Sum",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class Formula(Bias):
         fn: the rule.
         parameters: float tensors that `fn` is given after the indices; gradients reach them.
 
-    Runs in float64 or float32, as scores are. Raises TypeError where `fn` gives no float tensor, or parameters are none.
+    Values are formed in float64 or float32, as scores are. Raises TypeError where `fn` gives no float tensor, and for
+    parameters that are none.
 
     >>> import torch, regard
     >>> rate = torch.tensor([0.5, 2.0], requires_grad=True)  # one for each head
@@ -69,12 +71,13 @@ class Formula(Bias):
         return values
 
     def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:
-        with torch.enable_grad():
-            leaves = [t.detach().to(grad.dtype).requires_grad_() for t in self.parameters]
-            values = self._values(indices, leaves).to(grad.dtype).expand(grad.shape)
-            if not values.requires_grad:
-                return
-            found = torch.autograd.grad(values, leaves, grad, allow_unused=True)
-        for total, one in zip(out, found, strict=True):
-            if one is not None:
-                total.add_(one.to(total.dtype))
+        if not self.parameters:
+            return
+        leaves = [t.detach().to(grad.dtype) for t in self.parameters]
+
+        def values(*own: Tensor) -> Tensor:
+            return self._values(indices, own).to(grad.dtype).expand(grad.shape)
+
+        pulled_back: Any = torch.func.vjp(values, *leaves)[1]
+        for total, one in zip(out, pulled_back(grad), strict=True):
+            total.add_(one.to(total.dtype))

@@ -53,7 +53,7 @@ else
 endif
 
 bench: $(STAMP)  ## ratios against other implementations, into docs/benchmarks.md; leave the machine alone for 20 minutes
-	@set -e; for name in attention recurrence acceleration hybrids sparse machine smollm2 transformers; do \
+	@set -e; for name in attention recurrence acceleration hybrids sparse mixers machine smollm2 transformers; do \
 		echo "== $$name"; $(BIN)/python benchmarks/bench_$$name.py --write; done
 	$(BIN)/python benchmarks/bench_chunked.py 2
 

@@ -10,7 +10,8 @@ from regard.checks import describe, is_dense, is_number_type
 
 __all__ = ["long_conv", "toeplitz"]
 
-DIRECT = 64  # tokens up to which sums are taken one by one
+DIRECT = 128  # tokens up to which sums are taken one by one
+PARTS = 8  # of a longer sequence, each of which is convolved by itself
 
 
 def long_conv(x: Tensor, kernel: Tensor, *, state: Tensor | None = None) -> Tensor:
@@ -24,8 +25,9 @@ def long_conv(x: Tensor, kernel: Tensor, *, state: Tensor | None = None) -> Tens
     Returns:
         (B, T, C) in x's dtype, computed in float32 at least.
 
-    Halves are combined by FFT: what the first half gives to the second is one circular convolution of earlier tokens
-    alone, so that a later token cannot even change a rounding of an earlier result, as one FFT of everything would.
+    Parts of the sequence are combined by FFT: what earlier parts give to a later one are circular convolutions of
+    earlier tokens alone, and each part is convolved in the same way; so a later token cannot even change a rounding of
+    an earlier result, as one FFT of everything would.
     Differentiable in all three. Raises TypeError and ValueError for tensors that do not fit. Cost O(C T log^2 T) time,
     O(C T) memory. (The convolution of Hyena and Mega: Poli et al. 2023, arXiv:2302.10866; Ma et al. 2022,
     arXiv:2209.10655.)
@@ -60,19 +62,25 @@ def toeplitz(kernel: Tensor, tokens: int) -> Tensor:
 def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
     """(B, C, T) with (C, K)."""
     tokens = x.shape[2]
+    if not x.numel() or not kernel.numel():
+        return x * kernel.sum()
     if tokens <= DIRECT:
-        taps = (
-            kernel[:, :tokens].flip(1).unsqueeze(1)
-        )  # each output reads earlier tokens alone, whatever later ones hold
-        if not x.numel() or not taps.numel():
-            return x * kernel.sum()
+        # each output reads earlier tokens alone, whatever later ones hold
+        taps = kernel[:, :tokens].flip(1).unsqueeze(1)
         return F.conv1d(F.pad(x, (taps.shape[2] - 1, 0)), taps, groups=x.shape[1])
-    half = tokens // 2
-    first, second = x[..., :half], x[..., half:]
-    # the first half seen from the second: lags 1 ... tokens - 1, read at places half ... tokens - 1 of the convolution
-    lags = kernel[:, :tokens]
-    size = 1 << (half + lags.shape[1] - 2).bit_length()
-    spectrum = torch.fft.rfft(first, size) * torch.fft.rfft(lags, size)
-    carried = torch.fft.irfft(spectrum, size)[..., half : half + second.shape[2]]
-    carried = F.pad(carried, (0, second.shape[2] - carried.shape[2]))
-    return torch.cat([_convolved(first, kernel), _convolved(second, kernel) + carried], -1)
+    batch, channels, _ = x.shape
+    size = max(1 << (-(-tokens // PARTS) - 1).bit_length(), DIRECT)  # of a part, a power of two
+    parts = -(-tokens // size)
+    blocks = F.pad(x, (0, parts * size - tokens)).view(batch, channels, parts, size)
+    # what a part gives to the d-th after it: lags (d - 1) size + 1 ... (d + 1) size - 1, a circular product of 2 size
+    reach = min(parts - 1, -(-kernel.shape[1] // size))
+    lags = F.pad(kernel[:, : (reach + 1) * size], (0, max((reach + 1) * size - kernel.shape[1], 0)))
+    filters = torch.fft.rfft(lags.unfold(1, 2 * size, size))  # (C, reach, frequencies)
+    given = torch.fft.rfft(blocks[:, :, : parts - 1], 2 * size)
+    spectra = filters[:, :1] * given
+    for d in range(1, reach):
+        spectra[:, :, d:].addcmul_(filters[:, d : d + 1], given[:, :, : parts - 1 - d])
+    carried = torch.fft.irfft(spectra, 2 * size)[..., size:]
+    inner = _convolved(blocks.transpose(1, 2).flatten(0, 1), kernel[:, :size]).unflatten(0, (batch, parts))
+    whole: Tensor = inner.transpose(1, 2) + F.pad(carried, (0, 0, 1, 0))
+    return whole.flatten(2)[..., :tokens]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 
 from regard.mixers.base import Record, Traits
+from regard.names import not_among
 
 __all__ = ["MECHANISMS", "RECORDS", "Record", "Traits", "find"]
 
@@ -55,4 +56,4 @@ def find(name: str) -> Record:
     for record in RECORDS:
         if record.name == name:
             return record
-    raise ValueError(f"name: expected one of {', '.join(record.name for record in RECORDS)}, got {name!r}")
+    raise ValueError(f"name: {not_among(name, [record.name for record in RECORDS])}")

@@ -46,6 +46,8 @@ def describe(value: Any) -> str:
     """How an error names what came."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class itself; write {value.__name__}(...)"
     kind, text = type(value).__name__, repr(value)
     return text if text.startswith(f"{kind}(") else f"{kind} {text}"
 

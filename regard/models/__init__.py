@@ -17,6 +17,7 @@ from regard.models.blocks import (
 from regard.models.building import decoder, from_config
 from regard.models.cache import ModelCache
 from regard.models.checkpoints import load, save
+from regard.models.conversation import Conversation
 from regard.models.cross import CrossBlock, CrossCache, CrossPostNorm, CrossPreNorm
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder, FirstTokenPooler
@@ -24,7 +25,7 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.filling import Candidate, fill
-from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
+from regard.models.generate import Continuation, Generation, KeptCache, Statistics, Stream, generate, stream
 from regard.models.initialisation import initialise
 from regard.models.layouts import LAYOUTS, Layout
 from regard.models.masked_words import MaskedWordsHead
@@ -39,6 +40,7 @@ __all__ = [
     "Candidate",
     "ClampedSwiGLU",
     "Continuation",
+    "Conversation",
     "CrossBlock",
     "CrossCache",
     "CrossPostNorm",
@@ -51,6 +53,7 @@ __all__ = [
     "GatedExperts",
     "GatedMLP",
     "Generation",
+    "KeptCache",
     "Layout",
     "LogitsBias",
     "MaskedWordsHead",

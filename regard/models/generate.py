@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from regard.errors import CacheError, CacheFull
 from regard.mixers.base import floating
 from regard.models.decoder import Decoder
 from regard.models.encoder_decoder import EncoderDecoder
@@ -17,7 +18,7 @@ from regard.models.prompts import Prompt, Source, is_id, items, padded, prompts_
 from regard.models.sampling import Sampling
 from regard.models.tokenizer import TextStream
 
-__all__ = ["Continuation", "Generation", "Statistics", "Stream", "generate", "stream"]
+__all__ = ["Continuation", "Generation", "KeptCache", "Statistics", "Stream", "generate", "stream"]
 
 Finish = Literal["length", "end", "stop"]
 
@@ -66,6 +67,39 @@ class Generation:
 
     def __len__(self) -> int:
         return len(self.continuations)
+
+
+class KeptCache:
+    """A cache that outlives a call of `stream`: a later prompt that begins alike is read from where it differs.
+
+    Results are those of a cache of their own, up to rounding. Layers whose states cannot go back are read anew.
+
+    Args:
+        model: the decoder whose texts it holds.
+        tokens: how many there is room for.
+    """
+
+    def __init__(self, model: Decoder, tokens: int) -> None:
+        self.cache = model.init_cache(1, tokens)
+        self.tokens = tokens
+        self.ids: list[int] = []
+
+    def rest(self, prompt: Sequence[int]) -> list[int]:
+        """What must still be read of a prompt, at least its last token; the cache then holds all before that."""
+        most = min(len(self.ids), len(prompt) - 1, self.cache.length)
+        same = next((n for n in range(most) if self.ids[n] != prompt[n]), most)
+        try:
+            self.cache.crop(same)
+        except CacheError:
+            same = 0
+            self.cache.reset()
+        self.ids = list(prompt[:same])
+        return list(prompt[same:])
+
+    def reset(self) -> None:
+        """Forgets every token."""
+        self.ids = []
+        self.cache.reset()
 
 
 @dataclass(frozen=True)
@@ -194,8 +228,11 @@ def stream(
     stop: str | Sequence[str] = (),
     end_ids: Iterable[int] | None = None,
     start: Sequence[int] | None = None,
+    kept: KeptCache | None = None,
 ) -> Stream:
-    """Continues one prompt and gives its text piece by piece; the arguments are `generate`'s.
+    """Continues one prompt and gives its text piece by piece; the arguments are `generate`'s, and `kept`.
+
+    With a `KeptCache`, what its earlier calls have read is not read again, as far as the prompts begin alike.
 
     A piece never ends inside a character, and never holds a beginning of a stop string that may still come. The pieces
     joined are the text that `generate` gives.
@@ -209,7 +246,7 @@ def stream(
     if len(rows) != 1:
         raise ValueError(f"prompt: expected one text, got {len(rows)}")
     model.tokenizer  # noqa: B018  raises where there is none
-    return Stream(_Run(model, rows, max_tokens, sampling, stop, end_ids, source))
+    return Stream(_Run(model, rows, max_tokens, sampling, stop, end_ids, source, kept))
 
 
 class Stream:
@@ -259,6 +296,7 @@ class _Run:
     stop: str | Sequence[str]
     end_ids: Iterable[int] | None
     source: Source | None = None
+    kept: KeptCache | None = None
     rows: list[_Row] = field(init=False)
     statistics: Statistics = field(init=False)
 
@@ -277,6 +315,12 @@ class _Run:
         ends = _Ends(frozenset(ids), stops)
         origin = self.model.origin
         with_text = origin is not None and not isinstance(origin.tokenizer, str)
+        if self.kept is not None:
+            if self.source is not None:
+                raise ValueError("kept: expected None for a model that reads a source, got a KeptCache")
+            wanted = max(map(len, self.prompts)) + self.max_tokens - 1
+            if wanted > self.kept.tokens:
+                raise CacheFull(f"kept: it has room for {self.kept.tokens} tokens, and the text may take {wanted}")
         if stops:
             self.model.tokenizer  # noqa: B018  raises where there is none
         self.rows = [_Row(ends, self.model.tokenizer.stream() if with_text else None) for _ in self.prompts]
@@ -300,7 +344,10 @@ class _Run:
         ids, keep = padded(self.prompts, device)
         room = len(self.prompts), ids.shape[1] + self.max_tokens - 1
         began, context = time.perf_counter(), dict[str, Tensor | None]()
-        if self.source is None:
+        if self.kept is not None:
+            cache, rest = self.kept.cache, self.kept.rest(self.prompts[0])
+            ids, s.prompt_tokens = torch.tensor([rest], device=device), len(rest)
+        elif self.source is None:
             cache = decoder.init_cache(*room)
         else:
             read, real = self.source.read(), self.source.keep
@@ -313,6 +360,8 @@ class _Run:
             start = time.perf_counter()
             with torch.no_grad():
                 logits = decoder(ids, keep=keep, cache=cache, last_only=True, **context)
+                if self.kept is not None:
+                    self.kept.ids += ids[0].tolist()
                 logits = logits[:, -1]
                 ended = [row.finish is not None for row in self.rows]
                 if any(ended):  # their next tokens are not used

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from regard.backends import without_kernels
+from regard.names import not_among
 from regard.testing import modules, numerics, sequence
 from regard.testing.subject import TOLERANCES, ContractViolation, Subject
 
@@ -135,7 +136,7 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
     wanted = None if only is None else set(only)
     unknown = (wanted or set()) - {check.name for check in CHECKS}
     if unknown:
-        raise ValueError(f"only: expected names of checks, got {', '.join(sorted(unknown))}")
+        raise ValueError(f"only: {not_among(min(unknown, key=str), [check.name for check in CHECKS])}")
     results = []
     for check in CHECKS:
         if check.name not in wanted if wanted is not None else subject.dtype in check.slow and not slow:

@@ -189,6 +189,44 @@ def test_an_empty_prompt_is_a_mistake(capsys):
     assert run(capsys, "generate", "") == (2, "", "regard: no prompt: expected a text, got an empty one\n")
 
 
+def test_a_file_goes_in_and_another_comes_out(capsys, tmp_path):
+    given, written = tmp_path / "prompt.txt", tmp_path / "answer.txt"
+    given.write_text("The capital of France is", encoding="utf-8")
+    options = ["--max-tokens", "2", "--no-report"]
+    assert run(capsys, "generate", "--file", str(given), "--output", str(written), *options) == (0, "", "")
+    assert written.read_text(encoding="utf-8") == "The capital of France is Paris.\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.txt", "prompt.txt"]
+    code, out, err = run(capsys, "generate", "--file", str(given), "--json", *options)
+    facts = json.loads(out)
+    assert (code, err, facts["text"], facts["finish"]) == (0, "", " Paris.", "length")
+    assert facts["prompt_tokens"] == 5 and facts["new_tokens"] == len(facts["ids"]) == 2
+    assert run(capsys, "generate", "--file", str(given), "--output", str(tmp_path / "no" / "where"), *options)[0] == 2
+    for more, words in ((["Hello", "--file", str(given)], "got both"), (["Hello", "--system", "x"], "expected --chat")):
+        code, _, err = run(capsys, "generate", *more)
+        assert code == 2 and words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["explan"], "Did you mean 'explain'"),
+        (["explain", "--mask", "causl"], "did you mean 'causal'?"),
+        (["plan", "kimi-linear-48b-a3"], "did you mean 'kimi-linear-48b-a3b'?"),
+        (["plan", "kimi-k2", "--context", "12q"], "--context: expected an integer from 1 to"),
+        (["explain", "--backend", "natve"], "did you mean 'native'?"),
+    ],
+)
+def test_what_was_probably_meant(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "") and words in err
+
+
+def test_version_and_lengths_with_a_unit(capsys):
+    assert run(capsys, "--version") == (0, f"regard {regard.__version__}\n", "")
+    long = run(capsys, "plan", "llama-2-70b", "--context", "128k", "--json")
+    assert long == run(capsys, "plan", "llama-2-70b", "--context", "131072", "--json") and long[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -35,7 +35,7 @@ def test_console_blocks_print_what_they_show(block):
     # `regard` is this checkout's, and a fixed width makes its tables the same everywhere.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
     for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M):
-        command = re.sub(r"^regard\b", f"{sys.executable} -m regard", command)
+        command = re.sub(r"(^|\| )regard\b", rf"\1{sys.executable} -m regard", command)
         done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         if shown:

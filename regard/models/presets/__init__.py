@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from regard.models.presets import hybrids, latent, softmax
 from regard.models.presets.base import Preset, skeleton
+from regard.names import not_among
 
 __all__ = ["PRESETS", "Preset", "preset", "skeleton"]
 
@@ -19,5 +20,5 @@ def preset(name: str) -> Preset:
     """
     found = PRESETS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
+        raise ValueError(f"name: {not_among(name, PRESETS)}")
     return found

@@ -1,4 +1,4 @@
-"""The command line: `regard generate`, `fill`, `classify`, `detect`, `list`, `explain` and `plan`.
+"""The command line: `regard generate`, `chat`, `fill`, `classify`, `detect`, `list`, `explain` and `plan`.
 
 A user's mistake is one line on stderr and exit code 2; anything else that goes wrong is a bug and shows its traceback.
 torch is imported by the commands that compute, so `regard --help` answers at once.

@@ -27,13 +27,13 @@ from regard.mixers.costs import attention_macs, causal_pairs
 from regard.mixers.parts import RMSNorm, merge_heads, split_heads
 from regard.mixers.unpacked import Unpacked
 from regard.ops.checks import without_autocast
+from regard.ops.score_convolution import convolved_rows, hide_later, mixed_heads
 from regard.positions import Rotary
 from regard.tokens import TokenLayout, resolve_tokens, takes_token_layout
 
 __all__ = ["MultiTokenAttention", "TokenKernels", "records"]
 
 ROWS = 128  # query rows whose scores are held at a time
-CHANNELS = 16  # that a convolution computes together
 
 
 @dataclass(frozen=True)
@@ -288,44 +288,20 @@ class MultiTokenAttention(nn.Module):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         with without_autocast(q):
             scores = (q[:, :, start:high].to(wide) @ k[:, :, :high].to(wide).mT) * self.head_dim**-0.5
-            first = start  # the row that a convolution leaves first
+            first, pad = start, self.kernels.pad  # `first`: the row that a convolution leaves first
             if self.conv_before is not None:
-                scores, first = self._convolved(_hide(scores, first, 0.0), self.conv_before.to(wide), first)
+                scores, first = convolved_rows(hide_later(scores, first, 0.0), self.conv_before.to(wide), first, pad)
             if self.heads_before is not None:
-                scores = _mixed_heads(scores.unsqueeze(1), self.heads_before.to(wide)[None]).flatten(1, 2)
-            weights = _hide(scores, first, -torch.inf).softmax(-1) if high else scores
+                scores = mixed_heads(scores.unsqueeze(1), self.heads_before.to(wide)[None]).flatten(1, 2)
+            weights = hide_later(scores, first, -torch.inf).softmax(-1) if high else scores
             if self.conv_after is not None:
-                weights, first = self._convolved(weights, self.conv_after.to(wide), first)
-                weights = _hide(weights, first, 0.0)
+                weights, first = convolved_rows(weights, self.conv_after.to(wide), first, pad)
+                weights = hide_later(weights, first, 0.0)
             if self.heads_after is not None:
                 groups = weights.unflatten(1, self.heads_after.shape[:2])
-                weights = _mixed_heads(groups, self.heads_after.to(wide).mT).flatten(1, 2)
+                weights = mixed_heads(groups, self.heads_after.to(wide).mT).flatten(1, 2)
         rows: Tensor = weights[:, :, low - first :]
         return rows
-
-    def _convolved(self, scores: Tensor, kernel: Tensor, first: int) -> tuple[Tensor, int]:
-        """(each head's rows with those before them, and columns with their neighbours; the first of these rows).
-
-        Row 0 has zeros before it; where the rows begin later, those that lack earlier ones are dropped.
-        """
-        queries, keys = kernel.shape[1:]
-        kept, batch = queries - 1, scores.shape[0]
-        rows, columns = scores.shape[2:]
-        rows, above, first = (rows, kept, 0) if first == 0 else (rows - kept, 0, first + kept)
-        if not scores.numel() or not rows:
-            return scores[:, :, :rows] * kernel.sum(), first
-        # bands of rows stand as channels of their own: 16 are computed as fast as 8
-        bands = CHANNELS // math.gcd(CHANNELS, self.heads) if rows >= CHANNELS else 1
-        height = -(-rows // bands)
-        left = keys // 2 if self.kernels.pad == "both" else keys - 1
-        beside, sides = ((0, 0), left) if self.kernels.pad == "both" else ((left, 0), 0)
-        more = (*beside, above, bands * height - rows)
-        padded = F.pad(scores, more) if any(more) else scores
-        if bands > 1:
-            padded = padded.unfold(2, height + kept, height).transpose(3, 4).flatten(1, 2)
-        kernel = kernel[:, None].repeat_interleave(bands, 0)
-        found = F.conv2d(padded, kernel, padding=(0, sides), groups=len(kernel))
-        return found.reshape(batch, self.heads, bands * height, columns)[:, :, :rows], first
 
     def _finish(self, mixed: Tensor) -> Tensor:
         if self.norm is not None:
@@ -333,20 +309,6 @@ class MultiTokenAttention(nn.Module):
         if self.gate_proj is not None:
             mixed = torch.mul(mixed, torch.sigmoid(self.gate_proj(mixed)))
         return mixed
-
-
-def _hide(rows: Tensor, first: int, value: float) -> Tensor:
-    """`rows` themselves, which begin with row `first`, with `value` where a key comes after its query."""
-    later = torch.ones(rows.shape[2], rows.shape[3] - first, dtype=torch.bool, device=rows.device).triu(1)
-    rows[..., first:].masked_fill_(later, value)
-    return rows
-
-
-def _mixed_heads(x: Tensor, mixing: Tensor) -> Tensor:
-    """(B, groups, heads, Tq, Tk) with heads [to, from] of each group mixed; a product for each row of the batch, whose
-    bits then do not depend on the others."""
-    rows = mixing.expand(len(x), -1, -1, -1) @ x.flatten(3)
-    return rows.view(x.shape)
 
 
 records = (

@@ -25,8 +25,9 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.experts import ClampedSwiGLU, GatedExperts, MixtureOfExperts, Router, Routing, StackedExperts
 from regard.models.feedforward import MLP, GatedMLP, activation
 from regard.models.filling import Candidate, fill
-from regard.models.generate import Continuation, Generation, KeptCache, Statistics, Stream, generate, stream
+from regard.models.generate import Continuation, Generation, Statistics, Stream, generate, stream
 from regard.models.initialisation import initialise
+from regard.models.kept_cache import KeptCache
 from regard.models.layouts import LAYOUTS, Layout
 from regard.models.masked_words import MaskedWordsHead
 from regard.models.model import Model, Origin

@@ -7,7 +7,8 @@ from typing import Any
 
 from regard.checks import whole
 from regard.models.decoder import Decoder
-from regard.models.generate import KeptCache, Statistics, stream
+from regard.models.generate import Statistics, stream
+from regard.models.kept_cache import KeptCache
 
 __all__ = ["Conversation"]
 

@@ -10,7 +10,9 @@ A check raises `ContractViolation`, whose text says what was done and by how muc
 how to make a layer, and which promises it gives.
 """
 
-from regard.testing.checks import CHECKS, DTYPES, Check, Result, run_checks
-from regard.testing.subject import ContractViolation, Subject
+from regard.testing.checks import CHECKS, DTYPES, Check, run_checks
+from regard.testing.results import Result, Results
+from regard.testing.subject import Subject
+from regard.testing.violation import ContractViolation
 
-__all__ = ["CHECKS", "DTYPES", "Check", "ContractViolation", "Result", "Subject", "run_checks"]
+__all__ = ["CHECKS", "DTYPES", "Check", "ContractViolation", "Result", "Results", "Subject", "run_checks"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from regard.backends import without_kernels
 from regard.names import not_among
 from regard.testing import modules, numerics, sequence
-from regard.testing.subject import TOLERANCES, ContractViolation, Subject
+from regard.testing.results import Result, Results
+from regard.testing.subject import TOLERANCES, Subject, Trace
+from regard.testing.violation import ContractViolation
 
-__all__ = ["CHECKS", "DTYPES", "Check", "Result", "run_checks"]
+__all__ = ["CHECKS", "DTYPES", "Check", "run_checks"]
 
 
 def _always(subject: Subject) -> str | None:
@@ -86,23 +88,24 @@ class Check:
 DTYPES = tuple(TOLERANCES)
 
 
+# In the order of causes: a check that fails may explain later ones, never earlier (causes.py says which).
 CHECKS: tuple[Check, ...] = (
-    Check("causality", sequence.causality, _causal),
     Check("batch_independence", sequence.batch_independence),
+    Check("causality", sequence.causality, _causal),
     Check("splits", sequence.splits, _cached),
-    Check("left_padding", sequence.left_padding, _alone),
     Check("right_padding", sequence.right_padding, _alone),
+    Check("left_padding", sequence.left_padding, _alone),
     Check("interior_padding", sequence.interior_padding, _no_slots),
     Check("packed", sequence.packed, _alone),
     Check("reorder", sequence.reorder, _cached),
     Check("cache_rules", sequence.cache_rules, _cached),
     Check("backends_agree", numerics.backends_agree),
+    Check("unwritten_memory", numerics.unwritten_memory),
     Check("gradients", numerics.gradients),
     Check("second_gradients", numerics.second_gradients),
     Check("native_runs", numerics.native_runs, _native),
     Check("low_precision", numerics.low_precision, _rounded),
     Check("strides", numerics.strides),
-    Check("unwritten_memory", numerics.unwritten_memory),
     Check("empty_inputs", numerics.empty_inputs),
     Check("mixing", numerics.mixing, _mixes),
     Check("copies", modules.copies),
@@ -113,20 +116,11 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a check found: `passed` is None where it does not apply; `text` is the violation or the reason."""
-
-    name: str
-    passed: bool | None
-    text: str
-
-
-def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: bool = False) -> list[Result]:
+def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: bool = False) -> Results:
     """Run the checks (those named in `only`, else all that are not slow) on a subject.
 
     They run in the subject's dtype; ``subject.at(torch.bfloat16)`` is the same subject in another. A check that ends in
-    any error has failed, and the result says which error.
+    any error has failed, and the result says which error. The results are a list that prints as a table.
 
     Raises ValueError for unknown names in `only`, and for exemptions that name no check or give no reason.
     """
@@ -137,23 +131,26 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
     unknown = (wanted or set()) - {check.name for check in CHECKS}
     if unknown:
         raise ValueError(f"only: {not_among(min(unknown, key=str), [check.name for check in CHECKS])}")
-    results = []
-    for check in CHECKS:
-        if check.name not in wanted if wanted is not None else subject.dtype in check.slow and not slow:
-            continue
-        reason = check.skip(subject)
-        if reason is not None:
-            results.append(Result(check.name, None, reason))
-            continue
-        try:
-            check.run(subject)
-        except ContractViolation as violation:
-            results.append(Result(check.name, False, str(violation)))
-        except Exception as error:  # a module of a third party may fail in any way; the other checks still run
-            results.append(Result(check.name, False, f"it raised {type(error).__name__}: {error}"))
-        else:
-            results.append(Result(check.name, True, check.summary))
-    return results
+    chosen = [
+        check
+        for check in CHECKS
+        if (check.name in wanted if wanted is not None else slow or subject.dtype not in check.slow)
+    ]
+    return Results(subject.name, [_result(check, subject) for check in chosen])
+
+
+def _result(check: Check, subject: Subject) -> Result:
+    reason = check.skip(subject)
+    if reason is not None:
+        return Result(check.name, None, reason)
+    trace = Trace()
+    try:
+        check.run(replace(subject, trace=trace))
+    except ContractViolation as broken:
+        return Result(check.name, False, str(broken), broken.effect, broken.allowed, broken.place, trace.inputs)
+    except Exception as error:  # a module of a third party may fail in any way; the other checks still run
+        return Result(check.name, False, f"it raised {type(error).__name__}: {error}", inputs=trace.inputs)
+    return Result(check.name, True, check.summary, trace.effect, trace.allowed)
 
 
 def _check_exemptions(subject: Subject) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from regard.testing.subject import ContractViolation, Subject
+from regard.testing.subject import Subject
+from regard.testing.violation import ContractViolation
 
 __all__ = ["compiled", "copies", "error_texts", "inductor", "meta_device"]
 

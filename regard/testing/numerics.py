@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from regard.backends import count_backends, names, use_backend
 from regard.errors import BackendUnsupported
-from regard.testing.subject import ContractViolation, Subject
+from regard.testing.subject import Subject
+from regard.testing.violation import ContractViolation
 
 __all__ = [
     "backends_agree",

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.testing.subject import ContractViolation, Subject
+from regard.testing.subject import Subject
+from regard.testing.violation import ContractViolation
 
 __all__ = [
     "batch_independence",

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.mixers.base import Record
+from regard.testing.violation import close
 
-__all__ = ["TOLERANCES", "ContractViolation", "Subject", "close"]
-
-
-class ContractViolation(AssertionError):
-    """A layer broke a promise of the contract; the text says which, on what input, and by how much."""
+__all__ = ["TOLERANCES", "Subject", "Trace"]
 
 
 # What two ways to the same numbers may differ by, of the largest entry: by another order of sums, and by the same one.
@@ -29,19 +26,21 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 }
 
 
-def close(what: str, got: Tensor, want: Tensor, tolerance: float) -> None:
-    """Raise `ContractViolation` unless two tensors agree to `tolerance` of the largest wanted entry (at least 1)."""
-    if got.shape != want.shape:
-        raise ContractViolation(f"{what}: shapes {tuple(got.shape)} and {tuple(want.shape)} differ")
-    if not torch.isfinite(got).all():
-        raise ContractViolation(f"{what}: {int((~torch.isfinite(got)).sum())} entries are not finite")
-    if not got.numel():
-        return
-    got, want = got.detach().double(), want.detach().double()
-    off = float((got - want).abs().max())
-    limit = tolerance * max(1.0, float(want.abs().max()))
-    if off > limit:
-        raise ContractViolation(f"{what}: off by {off:.3g}, allowed {limit:.3g}")
+@dataclass
+class Trace:
+    """What a check did to a subject so far: the tokens it drew last, and the largest difference it saw.
+
+    "Largest" is in terms of what was allowed.
+    """
+
+    inputs: str | None = None
+    effect: float | None = None
+    allowed: float | None = None
+
+    def saw(self, effect: float, allowed: float) -> None:
+        """Remember a difference, where it is the largest so far."""
+        if self.effect is None or self.allowed is None or effect * self.allowed > self.effect * allowed:
+            self.effect, self.allowed = effect, allowed
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class Subject:
         exempt: checks that do not apply, each with the reason in one sentence.
         off_kernels: why the library's CPU kernels need not run it; empty where they must, being built.
         dtype: what its parameters and tokens are made in.
+        trace: what the check that runs has done so far.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Subject:
     exempt: dict[str, str] = field(default_factory=dict)
     off_kernels: str = "it is not said to be made of the library's operations"
     dtype: torch.dtype = torch.float64
+    trace: Trace = field(default_factory=Trace, compare=False, repr=False)
 
     @classmethod
     def of(cls, record: Record, dim: int = 16, heads: int = 4) -> Subject:
@@ -93,7 +94,7 @@ class Subject:
 
         `same_order`: both were summed in the same order.
         """
-        close(what, got, want, TOLERANCES[self.dtype][same_order])
+        self.trace.saw(*close(what, got, want, TOLERANCES[self.dtype][same_order]))
 
     @property
     def device(self) -> torch.device:
@@ -113,6 +114,7 @@ class Subject:
 
     def tokens(self, batch: int, length: int, seed: int = 1) -> Tensor:
         """Random tokens (B, T, dim)."""
+        self.trace.inputs = f"tokens({batch}, {length}, seed={seed})"
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randn(batch, length, self.dim, generator=generator, dtype=torch.float64)
         return tokens.to(self.device, self.dtype)

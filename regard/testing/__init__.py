@@ -1,18 +1,34 @@
-"""The contract as checks: run them on regard's layers, or on your own.
+"""The contract as checks: run them on regard's layers, or on anybody's modules.
 
->>> import regard
->>> from regard.testing import Subject, run_checks
->>> subject = Subject.of(regard.catalog.find("mqa"))
->>> [(one.name, one.passed) for one in run_checks(subject, only=["splits"])]
-[('splits', True)]
+>>> import torch
+>>> from regard.testing import Call, PaddingArgument, check
+>>> call = Call(("query", "key", "value"), padding=PaddingArgument("key_padding_mask", "hide"), given={"need_weights": False})
+>>> check(torch.nn.MultiheadAttention(8, 2, batch_first=True), call, averages=True).ok
+True
 
-A check raises `ContractViolation`, whose text says what was done and by how much the answer was off. `Subject` says
-how to make a layer, and which promises it gives.
+`Call` says how a module is called, `check` what else is promised of it. A layer with the library's own signature is a
+`Subject`, on which `run_checks` runs every check. What they find is a list that prints as a table, the likely root first.
 """
 
-from regard.testing.checks import CHECKS, DTYPES, Check, run_checks
+from regard.testing.call import CacheArgument, Call, CausalArgument, PaddingArgument
+from regard.testing.checks import CHECKS, DTYPES, Check, check, run_checks
 from regard.testing.results import Result, Results
-from regard.testing.subject import Subject
+from regard.testing.subject import Promises, Subject
 from regard.testing.violation import ContractViolation
 
-__all__ = ["CHECKS", "DTYPES", "Check", "ContractViolation", "Result", "Results", "Subject", "run_checks"]
+__all__ = [
+    "CHECKS",
+    "DTYPES",
+    "CacheArgument",
+    "Call",
+    "CausalArgument",
+    "Check",
+    "ContractViolation",
+    "PaddingArgument",
+    "Promises",
+    "Result",
+    "Results",
+    "Subject",
+    "check",
+    "run_checks",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,12 +82,17 @@ def native_runs(subject: Subject) -> None:
 def gradients(subject: Subject) -> None:
     """Gradients reach every parameter and are right: against finite differences, in lower dtypes against float64."""
     layer = subject.layer()
-    layer.train()
-    x = subject.tokens(2, 5).requires_grad_()
+    if subject.call is None:  # anybody's may drop out in training
+        layer.train()
+    x = subject.tokens(2, 5)
+    x.requires_grad_(x.is_floating_point())
     subject.run(layer, x).square().sum().backward()
     for name, parameter in layer.named_parameters():
-        if parameter.grad is None or not torch.isfinite(parameter.grad).all():
-            raise ContractViolation(f"{name} has no finite gradient after one backward pass")
+        if parameter.requires_grad and (parameter.grad is None or not torch.isfinite(parameter.grad).all()):
+            raise ContractViolation(f"{_plain(name)} has no finite gradient after one backward pass")
+    if subject.call is not None:
+        _of_anybody(subject)
+        return
     if subject.dtype != torch.float64:
         _against_float64(subject, _loss, parameters=True, passes=1)
         return
@@ -105,6 +111,46 @@ def gradients(subject: Subject) -> None:
         slope, want = (sides[0] - sides[1]) / (2 * step), float((parameter.grad * direction).sum())
         if abs(slope - want) > 1e-5 * max(1.0, abs(want)):
             raise ContractViolation(f"{name}: directional derivative {want:.8g}, finite differences {slope:.8g}")
+
+
+def _plain(name: str) -> str:
+    """A parameter's name as its owner knows it."""
+    return name.removeprefix("module.")
+
+
+def _of_anybody(subject: Subject) -> None:
+    """The slope of a loss along its gradient is the gradient's length, one parameter at a time, in float64.
+
+    Steps are long and tolerances of a hundredth, for many a module rounds to float32 inside, whatever it is given.
+    """
+    layer = _wide(subject.layer())
+    x = subject.tokens(2, 5)
+    if x.is_floating_point():
+        x = x.double()
+        x.requires_grad_()
+    subject.run(layer, x).square().sum().backward()
+    given = {_plain(name): one for name, one in layer.named_parameters() if one.requires_grad}
+    if x.requires_grad:
+        given["the input"] = x
+    for name, one in given.items():
+        assert one.grad is not None
+        length, base = float(one.grad.norm()), one.detach().clone()
+        step = 1e-3 * min(1.0, 1.0 / max(length, 1e-12) ** 0.5)
+        sides = []
+        with torch.no_grad():
+            for sign in (1.0, -1.0):
+                one.copy_(base + sign * step * one.grad / max(length, 1e-12))
+                sides.append(float(subject.run(layer, x).square().sum()))
+            one.copy_(base)
+        slope = (sides[0] - sides[1]) / (2 * step)
+        off, allowed = abs(slope - length), 1e-2 * max(1.0, length)
+        subject.trace.saw(off, allowed)
+        if not off <= allowed:
+            raise ContractViolation(
+                f"the gradient of {name}: its length {length:.6g}, by finite differences {slope:.6g}",
+                effect=off,
+                allowed=allowed,
+            )
 
 
 Named = dict[str, Tensor]
@@ -213,12 +259,12 @@ def strides(subject: Subject) -> None:
     layer = subject.layer()
     x = subject.tokens(2, 7)
     want = subject.run(layer, x)
-    wide = torch.zeros(2, 7, 2 * subject.dim, dtype=x.dtype, device=x.device)
+    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype, device=x.device)
     wide[..., ::2] = x
     for what, view in (
-        ("every second channel", wide[..., ::2]),
-        ("a transposed tensor", x.transpose(1, 2).contiguous().transpose(1, 2)),
-        ("batch last in memory", x.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
+        ("every second " + ("channel" if x.ndim == 3 else "place"), wide[..., ::2]),
+        ("a transposed tensor", x.transpose(-1, -2).contiguous().transpose(-1, -2)),
+        ("batch last in memory", x.movedim(0, -1).contiguous().movedim(-1, 0)),
     ):
         kept = view.clone()
         subject.close(what, subject.run(layer, view), want, same_order=True)
@@ -229,18 +275,22 @@ def strides(subject: Subject) -> None:
 def unwritten_memory(subject: Subject) -> None:
     """Filling fresh memory with NaN changes nothing: no result reads what was never written."""
     layer = subject.layer()
-    x = subject.tokens(2, 9).requires_grad_()
+    x = subject.tokens(2, 9)
+    x.requires_grad_(x.is_floating_point())
 
     def results() -> list[Tensor]:
         out = subject.run(layer, x)
-        return [out, *torch.autograd.grad(out.sum(), [x])]
+        return [out, *(torch.autograd.grad(out.sum(), [x]) if x.requires_grad else ())]
 
     want = results()
     settings = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=subject.call is not None)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-        got = results()
+        with warnings.catch_warnings():
+            if subject.call is not None:  # anybody's module may use operations that have no deterministic form
+                warnings.simplefilter("ignore")
+            got = results()
     finally:
         torch.use_deterministic_algorithms(settings[0])
         torch.utils.deterministic.fill_uninitialized_memory = settings[1]  # type: ignore[attr-defined]

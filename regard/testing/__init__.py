@@ -2,12 +2,13 @@
 
 >>> import torch
 >>> from regard.testing import Call, PaddingArgument, check
->>> call = Call(("query", "key", "value"), padding=PaddingArgument("key_padding_mask", "hide"), given={"need_weights": False})
+>>> padding = PaddingArgument("key_padding_mask", means="hide")
+>>> call = Call(x=("query", "key", "value"), padding=padding, given={"need_weights": False})
 >>> check(torch.nn.MultiheadAttention(8, 2, batch_first=True), call, averages=True).ok
 True
 
 `Call` says how a module is called, `check` what else is promised of it. A layer with the library's own signature is a
-`Subject`, on which `run_checks` runs every check. What they find is a list that prints as a table, the likely root first.
+`Subject`, on which `run_checks` runs every check. What they find is a list that prints as a table, likely root first.
 """
 
 from regard.testing.call import CacheArgument, Call, CausalArgument, PaddingArgument

@@ -45,9 +45,9 @@ def _flags(subject: Subject) -> str | None:
 
 
 def _no_slots(subject: Subject) -> str | None:
-    if subject.counts_slots:
+    if (reason := _flags(subject)) is None and subject.counts_slots:
         return "its masks or biases count slots, so padding between tokens moves them"
-    return _flags(subject)
+    return reason
 
 
 def _segmented(subject: Subject) -> str | None:
@@ -73,7 +73,7 @@ def _cached_own(subject: Subject) -> str | None:
 
 
 def _mixes(subject: Subject) -> str | None:
-    return _own(subject) or None if hasattr(subject.make(), "mixing") else "it has no mixing method"
+    return None if hasattr(subject.make(), "mixing") else "it has no mixing method"
 
 
 def _rounded(subject: Subject) -> str | None:

@@ -121,18 +121,19 @@ class Results(list[Result]):
         return "\n".join([*lines, f"  read {result.read}"])
 
     def __str__(self) -> str:
-        """A table: failures first, then what passed, then what does not apply, each with its reason."""
-        rest = sorted((one for one in self if one.passed is not False), key=lambda one: one.passed is None)
-        order = self.failures + rest
-        names, marks, numbers = (
-            max(map(len, column), default=0)
-            for column in ([one.name for one in order], [one.status for one in order], [one.measured for one in order])
-        )
+        """A table: failures first, then what passed, then what does not apply, by its reason."""
+        shown = self.failures + [one for one in self if one.passed]
+        names = max((len(one.name) for one in shown), default=0)
+        numbers = max((len(one.measured) for one in shown), default=0)
         lines = [self.headline]
-        for one in order:
-            head = f"{one.status:<{marks}}  {one.name:<{names}}  {one.measured:<{numbers}}  "
+        for one in shown:
+            head = f"{one.status:<6}  {one.name:<{names}}  {one.measured:<{numbers}}  "
             lines.append((head + ("" if one.passed else " ".join(one.text.split()))).rstrip())
-            cause = self.follows(one) if one.passed is False else None
-            if cause is not None:
+            if not one.passed and (cause := self.follows(one)) is not None:
                 lines.append(" " * len(head) + f"probably follows from {cause}")
+        reasons: dict[str, list[str]] = {}
+        for one in self:
+            if one.passed is None:
+                reasons.setdefault(one.text, []).append(one.name)
+        lines += [f"not applicable: {', '.join(names)} ({reason})" for reason, names in reasons.items()]
         return "\n".join(lines)

@@ -27,7 +27,7 @@ LENGTH = 11
 
 
 def causality(subject: Subject) -> None:
-    """Other tokens in the future leave the past alone, in evaluation and training (gradients miss leaks through max)."""
+    """Another future leaves the past alone, in training too (gradients miss leaks through a maximum or a sort)."""
     for training in (False, True):
         layer = subject.layer().train(training)
         for length, cuts in ((2, (1,)), (LENGTH, (1, 4, LENGTH - 1))):

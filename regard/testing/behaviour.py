@@ -92,7 +92,8 @@ def no_grad(subject: Subject) -> None:
     """With and without gradients the answer is the same: fast paths compute what the others do."""
     layer = subject.layer()
     x = subject.tokens(3, 7)
-    keep = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [True] + [False] * 6], device=subject.device)
+    last = [True] + [False] * 6 if subject.lengths_alone else [False] * 3 + [True] * 4
+    keep = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, last], device=subject.device)
     for given in ({}, {"keep": keep}) if subject.padded else ({},):
         want = subject.run(layer, x, **given)
         with torch.no_grad():
@@ -109,7 +110,7 @@ def streams(subject: Subject) -> None:
     a, b = subject.tokens(2, 6), subject.tokens(2, 6, seed=9)
     pieces = (3, 1, 1, 1)
     want = [_decoded(subject, copy.deepcopy(layer), x, pieces) for x in (a, b)]
-    caches = [layer.init_cache(2, 6) for _ in range(2)]
+    caches = [layer.init_cache(2, 8) for _ in range(2)]
     context = subject.context_for(layer, a)
     got: list[list[Tensor]] = [[], []]
     for number, parts in enumerate(zip(a.split(pieces, 1), b.split(pieces, 1), strict=True)):
@@ -207,6 +208,6 @@ def window(subject: Subject) -> None:
 
 
 def _decoded(subject: Subject, layer: Any, x: Tensor, pieces: tuple[int, ...]) -> Tensor:
-    cache, context = layer.init_cache(x.shape[0], x.shape[1]), subject.context_for(layer, x)
+    cache, context = layer.init_cache(x.shape[0], 8), subject.context_for(layer, x)
     outs = [layer(part, cache=cache, **({} if number else context)) for number, part in enumerate(x.split(pieces, 1))]
     return torch.cat(outs, 1)

@@ -37,6 +37,8 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "causality": _TIME,
     # The number of tokens counts, and a step with a cache has one.
     "prefixes": _CACHES,
+    # How far a token reads depends on where it stands, or is not what a ring of that width holds.
+    "window": _CACHES,
     # The state of one sequence is where another one finds it.
     "streams": ("splits", *_CALLS),
     # Decoding in calls is wrong already, and padded and packed sequences are decoded in calls too.

@@ -1,6 +1,7 @@
-"""The command line: `regard generate`, `chat`, `fill`, `classify`, `detect`, `list`, `explain` and `plan`.
+"""The command line: `regard generate`, `chat`, `fill`, `classify`, `detect`, `list`, `explain`, `plan` and `check`.
 
 A user's mistake is one line on stderr and exit code 2; anything else that goes wrong is a bug and shows its traceback.
+`check` ends with 1 where a promise is broken.
 torch is imported by the commands that compute, so `regard --help` answers at once.
 """
 

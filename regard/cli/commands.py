@@ -203,6 +203,24 @@ def fill(
     run(FillRequest(text, model, top, None if dtype is None else dtype.value, as_json))
 
 
+@app.command()
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(help="A mechanism (regard list), or package.module:factory, which makes a module or Subject."),
+    ],
+    only: Annotated[list[str] | None, typer.Option(help="A check to run alone; may be given again.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of weights and tokens (default: the subject's).")] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Run what takes minutes too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit's XML into this file.")] = None,
+) -> int:
+    """Check a mechanism or anybody's module against the contract; exit code 1 where a promise is broken."""
+    from regard.cli.checking import CheckRequest, run
+
+    return run(CheckRequest(target, only or [], None if dtype is None else dtype.value, slow, as_json, junit))
+
+
 @app.command("list")
 def list_mechanisms(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

@@ -13,6 +13,7 @@ True
 
 from regard.testing.call import CacheArgument, Call, CausalArgument, PaddingArgument
 from regard.testing.checks import CHECKS, DTYPES, Check, check, run_checks
+from regard.testing.parametrize import parametrize_with_checks
 from regard.testing.results import Result, Results
 from regard.testing.subject import Promises, Subject
 from regard.testing.violation import ContractViolation
@@ -31,5 +32,6 @@ __all__ = [
     "Results",
     "Subject",
     "check",
+    "parametrize_with_checks",
     "run_checks",
 ]

@@ -200,10 +200,10 @@ def window(subject: Subject) -> None:
                 low, high = (middle, high) if reads else (low, middle)
             found.add(low + 1)
     if found != {stated}:
-        width = f"{min(found)}" if len(found) == 1 else f"{min(found)} to {max(found)}, by the place,"
+        width = f"{min(found)} tokens" if len(found) == 1 else f"{min(found)} to {max(found)} tokens, by the place"
         off = max(found, key=lambda one: abs(one - stated)) - stated
         raise ContractViolation(
-            f"a window of {stated} tokens was stated; a token reads {width} tokens, itself included", effect=abs(off)
+            f"a window of {stated} tokens was stated; a token reads {width}, itself included", effect=abs(off)
         )
 
 

@@ -1,10 +1,11 @@
-"""Check a module of your own: causal attention as it is often written, with a fault that gradients do not show.
+"""Check a module of your own: causal attention as it is often written, with a fault that gradients hide.
 
     python examples/check_your_module.py          # the faulty module, and what is found
     python examples/check_your_module.py --sound  # the same one mended
 
-Scores are scaled by the largest number of the whole sequence, the future included. Every step of that is differentiable
-almost everywhere with gradient 0, so only changing the future shows it. It needs torch alone.
+Tokens are measured by the largest number of the whole sequence, the future included. The token that holds it is the only
+one in the future with a gradient, so a test by gradients at any other reads 0; changing the future shows the leak.
+It needs torch alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Attention(nn.Module):
         self.qkv, self.sound = nn.Linear(dim, 3 * dim), sound
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        top = x.abs().amax(-1 if self.sound else (1, 2), keepdim=True).detach()
+        top = x.abs().amax(-1 if self.sound else (1, 2), keepdim=True)
         q, k, v = self.qkv(x / top).chunk(3, -1)
         may = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         if attention_mask is not None:

@@ -135,7 +135,7 @@ class Subject:
 
         Raises TypeError for what is no module or makes none, ValueError where the width cannot be told.
         """
-        first = module if isinstance(module, nn.Module) else module()
+        first: Any = module if isinstance(module, nn.Module) or not callable(module) else module()
         if not isinstance(first, nn.Module):
             raise TypeError(f"module: expected a torch.nn.Module or what makes one, got {type(first).__name__}")
         given = Call.read(first) if call is None else call

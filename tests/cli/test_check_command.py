@@ -95,7 +95,7 @@ def test_json_and_junit_say_the_same(capsys, theirs, tmp_path):
         (["their_layers:number"], "module: expected a torch.nn.Module or what makes one, got int"),
         (["gqa", "--only", "speed"], "only: expected names of checks, got speed"),
         (["gqa", "--dtype", "int8"], "Invalid value for '--dtype'"),
-        ([], "Missing argument 'TARGET'"),
+        ([], "Missing argument 'target'"),
     ],
 )
 def test_mistakes_are_one_line(capsys, theirs, arguments, words):

@@ -3,9 +3,9 @@
     python examples/check_your_module.py          # the faulty module, and what is found
     python examples/check_your_module.py --sound  # the same one mended
 
-Tokens are measured by the largest number of the whole sequence, the future included. The token that holds it is the only
-one in the future with a gradient, so a test by gradients at any other reads 0; changing the future shows the leak.
-It needs torch alone.
+Tokens are measured by the largest number of the whole sequence, the future included. Of the future, only the token that
+holds it has a gradient, so a test by gradients at any other reads 0; changing the future shows the leak. It needs torch
+alone.
 """
 
 from __future__ import annotations

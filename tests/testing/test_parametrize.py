@@ -1,4 +1,4 @@
-"""The contract in somebody's suite: a test for each check, skipped where it does not apply, failing where it is broken."""
+"""The contract in somebody's suite: a test for each check, skipped where it does not apply."""
 
 import pytest
 from foreign import STATED, WHOLE, LooksAhead, Sound

@@ -360,7 +360,9 @@ FAULTS = [
     Fault(DividesByTheLength, "prefixes", "the first 1 of 11 tokens, against these alone: off by", WHOLE, LOOSE),
     Fault(ReadsFreshMemory, "unwritten_memory", "fresh memory full of NaN: off by", WHOLE, STATED),
     Fault(SparesAParameter, "gradients", "^spare has no finite gradient", WHOLE, STATED),
-    Fault(CutsTheGraph, "gradients", "the gradient of [kv].weight: its length", WHOLE, STATED),
+    Fault(
+        CutsTheGraph, "gradients", "the gradient of [kv].weight: of length .* off finite differences by", WHOLE, STATED
+    ),
     Fault(FastPathWithoutPadding, "no_grad", "without gradients, padded: off by", WHOLE, STATED),
     Fault(TrustsStrides, "strides", "every second channel: off by", WHOLE, STATED),
     Fault(IgnoresSegments, "packed", "segment 1 of row 0: off by", Call(segments="segments"), LOOSE),

@@ -120,6 +120,32 @@ def test_models_of_transformers_raise_no_alarm(kind, options, stated):
     assert {"causality", "streams", "splits", "left_padding", "dead_rows", "gradients", "polarity"} <= ran
 
 
+def test_a_prefill_on_a_warm_cache_of_jamba_is_found():
+    """transformers 5.23 answers otherwise there than in one call; single steps agree."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.JambaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        initializer_range=0.3,
+        pad_token_id=None,
+    )
+    cache = CacheArgument("past_key_values", make=lambda batch, capacity: transformers.DynamicCache(config=config))
+    call = Call("input_ids", output="logits", padding=PaddingArgument("attention_mask"), cache=cache)
+    found = check(transformers.JambaForCausalLM(config), call, vocabulary=32, causal=True)
+    assert [one.name for one in found.causes] == ["splits"], found
+    assert "the calls [4, 7] against one call: off by" in found.causes[0].text
+
+
 def test_attention_that_returns_its_weights_has_rows_of_nan():
     """torch's own, with need_weights=True: the averages are 0/0 where all keys are padding."""
     found = check(nn.MultiheadAttention(8, 2, batch_first=True), Call(("query", "key", "value"), padding=ROWS))

@@ -53,16 +53,19 @@ def run(request: CheckRequest) -> int:
 
 def _subject(target: str) -> Subject:
     """A record's subject, or that of what a factory makes."""
-    from regard.catalog import find
+    from regard.catalog import RECORDS
+    from regard.names import nearest
     from regard.testing import Subject
 
     if ":" not in target:
-        try:
-            return Subject.of(find(target))
-        except (LookupError, ValueError) as error:
-            raise ValueError(
-                f"TARGET: expected a mechanism (regard list) or package.module:factory, got {target!r}"
-            ) from error
+        records = {record.name: record for record in RECORDS}
+        if target in records:
+            return Subject.of(records[target])
+        meant = nearest(target, records)
+        raise ValueError(
+            f"TARGET: expected a mechanism (regard list) or package.module:factory, got {target!r}"
+            + (f"; did you mean {meant!r}?" if meant else "")
+        )
     made = _made(target)
     return made if isinstance(made, Subject) else Subject.around(made, name=target)
 

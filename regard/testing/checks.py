@@ -17,7 +17,7 @@ from regard.testing.results import Result, Results
 from regard.testing.subject import TOLERANCES, Subject, Trace
 from regard.testing.violation import ContractViolation
 
-__all__ = ["CHECKS", "DTYPES", "Check", "check", "run_checks"]
+__all__ = ["CHECKS", "DTYPES", "Check", "check", "chosen", "run_checks"]
 
 
 def _always(subject: Subject) -> str | None:
@@ -195,6 +195,11 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
 
     Raises ValueError for unknown names in `only`, and for exemptions that name no check or give no reason.
     """
+    return Results(subject.name, [_result(check, subject) for check in chosen(subject, only, slow=slow)])
+
+
+def chosen(subject: Subject, only: Iterable[str] | None = None, *, slow: bool = False) -> list[Check]:
+    """The checks that `run_checks` runs, those that do not apply included; raises what it raises."""
     _check_exemptions(subject)
     if isinstance(only, str):
         raise TypeError(f"only: expected a list of names of checks, got the string {only!r}")
@@ -202,12 +207,11 @@ def run_checks(subject: Subject, only: Iterable[str] | None = None, *, slow: boo
     unknown = (wanted or set()) - {check.name for check in CHECKS}
     if unknown:
         raise ValueError(f"only: {not_among(min(unknown, key=str), [check.name for check in CHECKS])}")
-    chosen = [
+    return [
         check
         for check in CHECKS
         if (check.name in wanted if wanted is not None else slow or subject.dtype not in check.slow)
     ]
-    return Results(subject.name, [_result(check, subject) for check in chosen])
 
 
 def _result(check: Check, subject: Subject) -> Result:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from regard.testing.call import Call
-from regard.testing.checks import CHECKS, run_checks
+from regard.testing.checks import chosen, run_checks
 from regard.testing.subject import Subject
 
 __all__ = ["parametrize_with_checks"]
@@ -43,13 +43,7 @@ def parametrize_with_checks(
     cases = []
     for given in subjects:
         subject = given if isinstance(given, Subject) else Subject.around(given, call, **stated)
-        run_checks(subject, [])  # says what is wrong with exemptions while tests are collected
-        unknown = set(wanted or ()) - {check.name for check in CHECKS}
-        if unknown:
-            raise ValueError(f"only: expected names of checks, got {', '.join(sorted(unknown))}")
-        for check in CHECKS:
-            if check.name not in wanted if wanted is not None else subject.dtype in check.slow:
-                continue
+        for check in chosen(subject, wanted):
             reason = check.skip(subject)
             marks = [] if reason is None else [pytest.mark.skip(reason=reason)]
             cases.append(pytest.param(_runs(subject, check.name), id=f"{subject.name}-{check.name}", marks=marks))

@@ -89,11 +89,12 @@ def test_json_and_junit_say_the_same(capsys, theirs, tmp_path):
     ("arguments", "words"),
     [
         (["nonsense"], "TARGET: expected a mechanism (regard list) or package.module:factory, got 'nonsense'"),
+        (["gqb"], "package.module:factory, got 'gqb'; did you mean 'gqa'?"),
         (["nowhere_to_be_found:x"], "TARGET: importing nowhere_to_be_found raised ModuleNotFoundError"),
         (["their_layers:absent"], "TARGET: their_layers has no function 'absent' to make a module or a Subject"),
         (["their_layers:broken"], "TARGET: their_layers:broken raised RuntimeError: no weights here"),
         (["their_layers:number"], "module: expected a torch.nn.Module or what makes one, got int"),
-        (["gqa", "--only", "speed"], "only: expected names of checks, got speed"),
+        (["gqa", "--only", "speed"], "got 'speed'"),
         (["gqa", "--dtype", "int8"], "Invalid value for '--dtype'"),
         ([], "Missing argument 'target'"),
     ],

@@ -51,5 +51,5 @@ def test_only_wants_names():
     subject = Subject("theirs", Plain, 8)
     with pytest.raises(TypeError, match="only: expected a list"):
         run_checks(subject, only="causality")
-    with pytest.raises(ValueError, match=r"only: expected one of causality, .*, got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"only: expected one of shapes, .*, got 'nonsense'"):
         run_checks(subject, only=["nonsense"])

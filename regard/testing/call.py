@@ -14,10 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from regard.names import not_among
+
 __all__ = ["CacheArgument", "Call", "Called", "CausalArgument", "Means", "PaddingArgument"]
 
 Means = Literal["keep", "hide", "additive", "lengths"]
 Answer = int | str | None
+
+
+def _one_of(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{what}: {not_among(value, known)}")
 
 
 @dataclass(frozen=True)
@@ -31,12 +38,18 @@ class PaddingArgument:
         covers: with a cache, whether it speaks of "all" tokens so far, the cached ones included, or of the "new" ones.
         positions: the argument for the positions of the new tokens (B, T), where the module does not count them itself:
             real tokens are counted from 0.
+
+    Raises ValueError for other meanings.
     """
 
     name: str
     means: Means = "keep"
     covers: Literal["all", "new"] = "all"
     positions: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("means", self.means, ("keep", "hide", "additive", "lengths"))
+        _one_of("covers", self.covers, ("all", "new"))
 
 
 @dataclass(frozen=True)
@@ -47,11 +60,18 @@ class CausalArgument:
         mask: the argument that takes the mask.
         means: what the mask holds: "keep" (True = may attend), "hide" (True = may not) or "additive" (0 and -inf).
         flag: the argument that is given True.
+
+    Raises ValueError for other meanings, and where neither is named.
     """
 
     mask: str | None = None
     means: Means = "keep"
     flag: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("means", self.means, ("keep", "hide", "additive"))
+        if self.mask is None and self.flag is None:
+            raise ValueError("mask: expected the name of an argument for a mask or a flag, got neither")
 
 
 @dataclass(frozen=True)

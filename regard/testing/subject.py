@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.mixers.base import Record
+from regard.names import not_among
 from regard.testing.call import Call, Called
 from regard.testing.violation import close
 
@@ -44,6 +45,12 @@ class Promises:
     vocabulary: int | None = None
     window: int | None = None
     averages: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("vocabulary", 2), ("window", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}: expected a whole number from {least} on, got {value!r}")
 
 
 @dataclass
@@ -133,12 +140,17 @@ class Subject:
             exempt: checks that do not apply, each with the reason in one sentence.
             promises: `vocabulary`, `window` and `averages`: see `Promises`.
 
-        Raises TypeError for what is no module or makes none, ValueError where the width cannot be told.
+        Raises TypeError for what is no module or makes none and for unknown promises, ValueError where the width cannot
+        be told.
         """
         first: Any = module if isinstance(module, nn.Module) or not callable(module) else module()
         if not isinstance(first, nn.Module):
             raise TypeError(f"module: expected a torch.nn.Module or what makes one, got {type(first).__name__}")
         given = Call.read(first) if call is None else call
+        known = [one.name for one in dataclasses.fields(Promises)]
+        for one in promises:
+            if one not in known:
+                raise TypeError(f"promises: {not_among(one, known)}")
         rest = Promises(**promises)
         if isinstance(module, nn.Module):
             try:

@@ -158,6 +158,14 @@ def test_what_is_said_wrongly_is_said_so():
         Subject.around(lambda: 3)
     with pytest.raises(ValueError, match="dim: expected the width of the tokens, for ReLU does not say it"):
         Subject.around(nn.ReLU())
+    with pytest.raises(ValueError, match=r"means: expected one of keep, .*, got 'hid'; did you mean 'hide'\?"):
+        PaddingArgument("mask", "hid")
+    with pytest.raises(ValueError, match="mask: expected the name of an argument for a mask or a flag, got neither"):
+        CausalArgument()
+    with pytest.raises(TypeError, match=r"promises: expected one of .*, got 'windows'; did you mean 'window'\?"):
+        check(attention, windows=4)
+    with pytest.raises(ValueError, match="window: expected a whole number from 1 on, got 0"):
+        check(attention, window=0)
     (first, *_) = check(attention, Call("tokens"))
     assert first.name == "shapes" and "unexpected keyword argument 'tokens'" in first.text
     (first, *_) = check(attention, Call(("query", "key", "value"), output="logits"))

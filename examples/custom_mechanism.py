@@ -44,10 +44,9 @@ def main() -> None:
     torch.testing.assert_close(steps, layer(x))
     M, V = regard.mixing_matrix(layer, x)
     torch.testing.assert_close((M @ V).reshape(2, 16, 9), layer.mixed(x).reshape(2, 16, 9))
-    results = list(run_checks(Subject("leaky memory", lambda: LeakyMemory(16), 16)))
-    for one in results:
-        print(f"{'holds' if one.passed else 'broken' if one.passed is False else 'left out'}  {one.name}")
-    assert all(one.passed is not False for one in results)
+    results = run_checks(Subject("leaky memory", lambda: LeakyMemory(16), 16))
+    print(results)
+    results.raise_if_failed()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Three layers of Gated DeltaNet to one of softmax attention, on bytes. It prints the loss in nats a byte, on a part of
 the text that it never trains on; then it saves the model, loads it and lets it continue a text. With the defaults, two
-cores and three minutes the loss falls from 5.5 to below GOAL.
+cores and three minutes the loss falls from 5.5 to below 2.6.
 """
 
 from __future__ import annotations

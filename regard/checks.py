@@ -19,6 +19,7 @@ __all__ = [
     "describe",
     "fits",
     "fits_ids",
+    "fits_tile",
     "is_bool",
     "is_dense",
     "is_factory",
@@ -176,6 +177,14 @@ def fits(name: str, tensor: Tensor, sizes: Sequence[int]) -> None:
     """Raise unless `tensor` broadcasts to `sizes`."""
     if any(have not in (1, want) for have, want in zip(tensor.shape, sizes, strict=True)):
         raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(sizes)}, got {tuple(tensor.shape)}")
+
+
+def fits_tile(name: str, values: Tensor, indices: TileIndices) -> None:
+    """Raise unless what a user's rule gave broadcasts to a tile."""
+    sizes = torch.broadcast_shapes(indices.b.shape, indices.h.shape, indices.i.shape, indices.j.shape)
+    pairs = zip(values.shape[::-1], sizes[::-1], strict=False)
+    if values.ndim > len(sizes) or any(have not in (1, want) for have, want in pairs):
+        raise ValueError(f"{name}: expected a result that broadcasts to {tuple(sizes)}, got {tuple(values.shape)}")
 
 
 def fits_ids(name: str, ids: Tensor, batch: int, heads: int, length: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.biases.base import Bias
-from regard.checks import describe
+from regard.checks import describe, fits_tile
 from regard.coordinates import TileIndices
 
 __all__ = ["Formula"]
@@ -26,10 +26,11 @@ class Formula(Bias):
 
     Args:
         fn: the rule.
-        parameters: float tensors that `fn` is given after the indices; gradients reach them.
+        parameters: float tensors that `fn` is given after the indices; gradients reach them. A layer trains those of
+            a module that gives the bias (``bias=module``), not those of a bias it is handed.
 
     Values are formed in float64 or float32, as scores are. Raises TypeError where `fn` gives no float tensor, and for
-    parameters that are none.
+    parameters that are none, ValueError for a result of another shape.
 
     >>> import torch, regard
     >>> rate = torch.tensor([0.5, 2.0], requires_grad=True)  # one for each head
@@ -68,6 +69,7 @@ class Formula(Bias):
         values = self.fn(indices.b, indices.h, indices.i, indices.j, *parameters)
         if not isinstance(values, Tensor) or not values.is_floating_point():
             raise TypeError(f"Formula.fn: expected a float tensor, got {describe(values)}")
+        fits_tile("Formula.fn", values, indices)
         return values
 
     def accumulate(self, indices: TileIndices, grad: Tensor, out: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.cli.generating import load_model, use_threads
+from regard.errors import CacheFull
 
 __all__ = ["ChatRequest", "run"]
 
@@ -34,10 +36,16 @@ def run(request: ChatRequest) -> None:
     from regard.models import Conversation
 
     use_threads(request.threads)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     path, model = load_model(request.model, request.dtype)
-    talk = Conversation(
-        model, system=request.system, template=request.template, context=request.context, **request.sampling
-    )
+    told: dict[str, Any] = {"system": request.system, "template": request.template, "context": request.context}
+    try:
+        talk = Conversation(model, **told, **request.sampling)
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        raise ValueError(f"--context: there is no memory for a cache of {request.context} tokens") from None
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  line editing and history at the prompt
@@ -67,7 +75,14 @@ def _turns() -> Iterator[str]:
 
 
 def _answer(talk: Any, text: str) -> None:
-    pieces = talk.say(text)
+    try:
+        pieces = talk.say(text)
+    except CacheFull:
+        print(
+            f"regard: there is no room for this turn in --context {talk.context} tokens; /reset starts anew",
+            file=sys.stderr,
+        )
+        return
     try:
         for piece in pieces:
             sys.stdout.write(piece)

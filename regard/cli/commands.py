@@ -98,7 +98,10 @@ def generate(
     if system is not None and not chat:
         raise ValueError("--system: expected --chat beside it, for a plain text has no messages")
     if file is not None:
-        prompt = file.read_text(encoding="utf-8")
+        try:
+            prompt = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--file: {file} is no text in UTF-8: {error.reason} at byte {error.start}") from None
     elif prompt is None:
         if sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --file, or pipe a text in")

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections import Counter
@@ -70,6 +71,8 @@ def run(request: Generation) -> None:
     from regard.backends import count_backends, use_backend
     from regard.models import EncoderDecoder, stream
 
+    if request.output is not None:
+        _can_put(request.output)
     use_threads(request.threads)
     with use_backend(request.backend):
         path, model = load_model(request.model, request.dtype)
@@ -138,18 +141,37 @@ def _facts(request: Generation, pieces: Any, text: str) -> dict[str, Any]:
     }
 
 
+def _can_put(path: Path) -> None:
+    """Raise OSError, naming the path, where a file cannot be written there; before anything is computed."""
+    real = path.resolve()
+    if real.is_dir():
+        raise IsADirectoryError(f"--output: expected a file, got the folder {path}")
+    if not real.parent.is_dir():
+        raise FileNotFoundError(f"--output: there is no folder {path.parent}")
+    if not os.access(real if real.exists() else real.parent, os.W_OK):
+        raise PermissionError(f"--output: {path} cannot be written")
+
+
 def _put(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        beside = Path(file.name)
-        try:
+    """Write a file whole or not at all, through links, with the mode that it had; what is no file is written to."""
+    real = path.resolve()
+    if real.exists() and not real.is_file():
+        real.write_text(text, encoding="utf-8")
+        return
+    mode = stat.S_IMODE(real.stat().st_mode) if real.exists() else None
+    handle, name = tempfile.mkstemp(dir=real.parent)
+    beside = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            file.close()
-            beside.chmod(0o666 & ~_umask())
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        beside.chmod(0o666 & ~_umask() if mode is None else mode)
+        beside.replace(real)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, f"--output: {path} cannot be written: {error.strerror}") from None
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _umask() -> int:
@@ -181,7 +203,7 @@ def load_model(given: Path | None, dtype: str | None) -> tuple[Path, Any]:
         model: Any = load(path, dtype=None if dtype is None else getattr(torch, dtype), progress=progress)
     if not hasattr(model, "init_cache"):
         fills = "; regard fill finds the words behind its masks" if getattr(model, "head", None) else ""
-        raise ValueError(f"{path} holds a {type(model).__name__}, which does not continue texts{fills}")
+        raise ValueError(f"{path} holds one of kind {type(model).__name__}, which does not continue texts{fills}")
     return path, model
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.checks import any_all, describe, fits, is_bool, is_dense, pick
+from regard.checks import any_all, describe, fits, fits_tile, is_bool, is_dense, pick
 from regard.coordinates import TileBounds, TileIndices, can_read
 from regard.masks.base import Mask
 from regard.masks.tiles import TileGrid, Tiles, box_tiles
@@ -135,6 +135,7 @@ class Predicate(Mask):
         allowed = self.fn(indices.b, indices.h, indices.i, indices.j)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             raise TypeError(f"Predicate.fn: expected a bool tensor, got {describe(allowed)}")
+        fits_tile("Predicate.fn", allowed, indices)
         return allowed
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from regard.backends.call import inside_transform, may_be_transformed
 from regard.caches import KVCache, KVView
 from regard.checks import describe, is_part, whole
 from regard.coordinates import has_values
@@ -268,7 +269,8 @@ class MultiTokenAttention(nn.Module):
         out = [v.new_zeros(*q.shape[:2], first, self.head_dim)] if first else []
         for low in range(first, max(q.shape[2], first + 1), ROWS):  # once at least, for the gradients of kernels
             high = min(low + ROWS, q.shape[2])
-            if torch.is_grad_enabled() and q.shape[2] > ROWS and not torch.compiler.is_compiling():
+            plain = not torch.compiler.is_compiling() and not (may_be_transformed() and inside_transform((q, k, v)))
+            if torch.is_grad_enabled() and q.shape[2] > ROWS and plain:
                 rows = checkpoint(self._rows, q, k, v, low, high, use_reentrant=False, preserve_rng_state=False)
             else:
                 rows = self._rows(q, k, v, low, high)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from regard.checks import whole
+from regard.errors import CacheFull
 from regard.models.decoder import Decoder
 from regard.models.generate import Statistics, stream
 from regard.models.kept_cache import KeptCache
+from regard.models.sampling import Sampling
 
 __all__ = ["Conversation"]
+
+OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 class Conversation:
@@ -42,38 +46,69 @@ class Conversation:
     ) -> None:
         if not isinstance(model, Decoder):
             raise TypeError(f"model: expected a Decoder, which continues texts, got {type(model).__name__}")
+        if unknown := set(sampling) - {*OPTIONS, "max_tokens", "stop"}:
+            raise TypeError(f"{min(unknown)}: expected max_tokens, stop, {', '.join(OPTIONS)}, got {min(unknown)}")
+        Sampling(**{name: value for name, value in sampling.items() if name in OPTIONS})  # raises what is out of range
         self.model, self.system, self.template = model, system, template
-        self.sampling = {"max_tokens": 512, **sampling}
-        self.messages: list[dict[str, str]] = []
-        self.statistics = Statistics()
+        self.max_tokens = whole("max_tokens", sampling.pop("max_tokens", 512), 1)
+        self.sampling, self.statistics = sampling, Statistics()
+        self._kept = KeptCache(model, whole("context", context, 1))
+        self._open: Generator[str, None, None] | None = None
         self.reset()
         self._ids(*self.messages, {"role": "user", "content": "?"})  # raises where there is no template
         self._ends = (*model.end_ids, *model.tokenizer.turn_end_ids())
-        self._kept = KeptCache(model, whole("context", context, 1))
+
+    @property
+    def context(self) -> int:
+        """Tokens that there is room for."""
+        return self._kept.tokens
 
     def reset(self) -> None:
         """Forgets every turn."""
-        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self._close()
+        self._kept.reset()
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.messages: list[dict[str, str]] = system
 
     def say(self, text: str) -> Iterator[str]:
         """The answer to one more turn, piece by piece.
 
-        When it ends, or is left early, turn and answer (as far as it got) are part of the conversation.
+        When it ends, or is left early, turn and answer (as far as it got) are part of the conversation; where an error
+        ends it, they are not. An answer that is still open is left as soon as another turn is begun. The answer ends
+        where there is no more room.
         """
+        self._close()
         asked = {"role": "user", "content": text}
         ids = self._ids(*self.messages, asked)
-        pieces = stream(self.model, ids, kept=self._kept, end_ids=self._ends, **self.sampling)
-        return self._answer(asked, pieces)
+        most = min(self.max_tokens, self._kept.tokens - len(ids) + 1)
+        if most < 1:
+            raise CacheFull(f"context: expected a conversation of at most {self._kept.tokens} tokens, got {len(ids)}")
+        pieces = stream(self.model, ids, max_tokens=most, kept=self._kept, end_ids=self._ends, **self.sampling)
+        self._open = self._answer(asked, pieces)
+        return self._open
 
-    def _answer(self, asked: dict[str, str], pieces: Any) -> Iterator[str]:
+    def _answer(self, asked: dict[str, str], pieces: Any) -> Generator[str, None, None]:
         answer = ""
         try:
             for piece in pieces:
                 answer += piece
                 yield piece
-        finally:
-            self.statistics = pieces.statistics
-            self.messages += [asked, {"role": "assistant", "content": answer}]
+        except Exception:
+            raise
+        except BaseException:  # left early: closed, or interrupted
+            self._keep(asked, answer, pieces)
+            raise
+        self._keep(asked, answer, pieces)
+
+    def _keep(self, asked: dict[str, str], answer: str, pieces: Any) -> None:
+        self.statistics = pieces.statistics
+        self.messages += [asked, {"role": "assistant", "content": answer}]
+
+    def _close(self) -> None:
+        """Leave an answer that is still open."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
     def _ids(self, *messages: dict[str, str]) -> list[int]:
         return self.model.tokenizer.chat_ids(messages, template=self.template)

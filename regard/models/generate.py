@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import CacheFull
 from regard.mixers.base import floating
@@ -253,6 +254,19 @@ def _pieces(run: _Run) -> Iterator[str]:
             yield piece
 
 
+@contextlib.contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """These modules in evaluation mode; several texts may be written in turns, and the model trained between steps."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 @dataclass
 class _Run:
     """One generation: prefill, then steps until every row has ended. Iterating advances it by a token a row."""
@@ -299,26 +313,19 @@ class _Run:
         return self.model.decoder if isinstance(self.model, EncoderDecoder) else self.model
 
     def __iter__(self) -> Iterator[None]:
-        was_training = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            yield from self._steps()
-        finally:
-            for module, training in was_training:
-                module.training = training
-
-    def _steps(self) -> Iterator[None]:
         device, decoder, s = floating(self.model).device, self._decoder, self.statistics
+        modules = list(self.model.modules())
         ids, keep = padded(self.prompts, device)
         room = len(self.prompts), ids.shape[1] + self.max_tokens - 1
         began, context = time.perf_counter(), dict[str, Tensor | None]()
         if self.kept is not None:
-            cache, rest = self.kept.cache, self.kept.rest(self.prompts[0])
+            cache, rest = self.kept.cache, self.kept.rest(self.prompts[0], self)
             ids, s.prompt_tokens = torch.tensor([rest], device=device), len(rest)
         elif self.source is None:
             cache = decoder.init_cache(*room)
         else:
-            read, real = self.source.read(), self.source.keep
+            with _evaluating(modules):
+                read, real = self.source.read(), self.source.keep
             context = {"context": read, "context_keep": real}
             cache = decoder.init_cache(*room, context=read.shape[1])
             s.prompt_tokens += read.shape[0] * read.shape[1] if real is None else int(real.sum())
@@ -326,7 +333,9 @@ class _Run:
         choose = self.sampling.chooser(len(self.prompts), self.prompts)
         for step in range(self.max_tokens):
             start = time.perf_counter()
-            with torch.no_grad():
+            if self.kept is not None:
+                self.kept.check(self)
+            with torch.no_grad(), _evaluating(modules):
                 logits = decoder(ids, keep=keep, cache=cache, last_only=True, **context)
                 if self.kept is not None:
                     self.kept.ids += ids[0].tolist()

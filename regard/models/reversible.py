@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from regard.backends.call import inside_transform, may_be_transformed
 from regard.models.blocks import PreNorm
@@ -53,8 +55,9 @@ class ReversibleLayers(nn.Module):
     """A stack of reversible blocks over ``x`` twice: ``(B, T, dim)`` to ``[y1, y2]`` ``(B, T, 2 dim)``.
 
     Where a gradient is recorded, the memory of a step does not grow with the number of blocks: activations are formed
-    anew from the output, which costs about a third more time and rounds them once (a relative 1e-7 in float32). Second
-    derivatives, compiled graphs and transforms of torch.func take the ordinary pass.
+    anew from the output, which costs about a third more time and rounds them once (a relative 1e-7 in float32). Parts
+    run twice then, so batch norms count twice. Compiled graphs, transforms of torch.func, blocks with hooks and calls
+    whose further arguments want gradients take the ordinary pass; there are no second derivatives otherwise.
 
     Args:
         blocks: one factory a block, called with its number.
@@ -75,8 +78,12 @@ class ReversibleLayers(nn.Module):
     def forward(self, x: Tensor, *, cache: ModelCache | None = None, **call: Any) -> Tensor:
         """Both streams behind the last block; `call` goes to every mixer."""
         x = torch.cat((x, x), -1)
-        if cache is None and self._recomputes(x):
-            out: Tensor = _Recomputed.apply(self, call, x, *self.parameters())  # type: ignore[no-untyped-call]
+        if cache is None and self._recomputes(x, call):
+            given, tree = pytree.tree_flatten(call)
+            held = [item for item in given if isinstance(item, Tensor)]
+            rest = [None if isinstance(item, Tensor) else item for item in given]
+            parts = (self, _Given(rest, [isinstance(item, Tensor) for item in given], tree))
+            out: Tensor = _Recomputed.apply(*parts, x, *held, *self.parameters())  # type: ignore[no-untyped-call]
             return out
         caches: Any = [None] * len(self.blocks) if cache is None else cache.layers
         for block, own in zip(self.blocks, caches, strict=True):
@@ -90,20 +97,29 @@ class ReversibleLayers(nn.Module):
         made = [block.init_cache(batch, capacity, dtype=dtype, device=device) for block in self.blocks]  # type: ignore[operator]
         return ModelCache(made)
 
-    def _recomputes(self, x: Tensor) -> bool:
+    def _recomputes(self, x: Tensor, call: dict[str, Any]) -> bool:
         if not self.recompute or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
         if may_be_transformed() and inside_transform((x,)):
             return False
-        return x.requires_grad or any(p.requires_grad for p in self.parameters())
+        own = list(self.parameters())
+        if any(not isinstance(p, nn.Parameter) for p in own):  # others stand in their places for this call
+            return False
+        if any(isinstance(item, Tensor) and item.requires_grad for item in pytree.tree_leaves(call)):
+            return False
+        if any(block._forward_hooks or block._forward_pre_hooks for block in self.blocks):
+            return False
+        return x.requires_grad or any(p.requires_grad for p in own)
 
 
 class _Recomputed(torch.autograd.Function):
     """The stack, of which the output is kept; each block's input is formed anew from its output."""
 
     @staticmethod
-    def forward(ctx: Any, layers: ReversibleLayers, call: dict[str, Any], x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.layers, ctx.call, ctx.memos = layers, call, []
+    def forward(ctx: Any, layers: ReversibleLayers, given: _Given, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.layers, ctx.given, ctx.memos, ctx.parameters = layers, given, [], tensors[given.count :]
+        ctx.training = [module.training for module in layers.modules()]
+        call = given.call(tensors[: given.count])
         for block in layers.blocks:
             assert isinstance(block, ReversibleBlock)
             x1, x2 = x.chunk(2, -1)
@@ -113,13 +129,18 @@ class _Recomputed(torch.autograd.Function):
             memo["ff"] = _generators(x.device)
             x = torch.cat((y1, x2 + block.fed(y1)), -1)
             ctx.memos.append(memo)
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(x, *tensors)
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        y, *parameters = ctx.saved_tensors
+        y, *tensors = ctx.saved_tensors  # an error where one was changed in place
+        count, parameters = ctx.given.count, ctx.parameters
+        call = ctx.given.call(tensors[:count])
+        own = list(ctx.layers.parameters())
+        if len(own) != len(parameters) or any(p is not q for p, q in zip(own, parameters, strict=True)):
+            raise RuntimeError("ReversibleLayers: parameters were replaced between a call and its gradient")
         place = {id(p): n for n, p in enumerate(ctx.layers.parameters())}
         found: list[Tensor | None] = [None] * len(parameters)
 
@@ -129,6 +150,7 @@ class _Recomputed(torch.autograd.Function):
             with (
                 torch.enable_grad(),
                 _replayed(generators, given.device),
+                modes(),
                 _as_before(given.device.type, autocast),
             ):
                 value = part(leaf)
@@ -142,17 +164,38 @@ class _Recomputed(torch.autograd.Function):
 
         y1, y2 = y.chunk(2, -1)
         d1, d2 = grad.chunk(2, -1)
+        modes = _training(ctx.layers, ctx.training)
         for block, memo in zip(reversed(ctx.layers.blocks), reversed(ctx.memos), strict=True):
             added, more = branch(block.fed, y1, _Part(block.ff_norm, block.ff), d2, memo["ff"], memo["autocast"])
             x2, d1 = y2 - added, d1 + more
 
             def mix(x: Tensor, block: Any = block, memo: Any = memo) -> Tensor:
-                out: Tensor = block.mixed(x, **ctx.call, **memo["choices"])
+                out: Tensor = block.mixed(x, **call, **memo["choices"])
                 return out
 
             added, more = branch(mix, x2, _Part(block.mixer_norm, block.mixer), d1, memo["mixer"], memo["autocast"])
             y1, y2, d2 = y1 - added, x2, d2 + more
-        return None, None, torch.cat((d1, d2), -1), *found
+        return None, None, torch.cat((d1, d2), -1), *[None] * count, *found
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A call's further arguments apart from their tensors."""
+
+    rest: list[Any]
+    is_tensor: list[bool]
+    tree: Any
+
+    @property
+    def count(self) -> int:
+        return sum(self.is_tensor)
+
+    def call(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The arguments, with these tensors in their places."""
+        left = iter(tensors)
+        items = [next(left) if held else item for held, item in zip(self.is_tensor, self.rest, strict=True)]
+        call: dict[str, Any] = pytree.tree_unflatten(items, self.tree)
+        return call
 
 
 class _Part(nn.Module):
@@ -161,6 +204,23 @@ class _Part(nn.Module):
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()
         self.modules_ = nn.ModuleList(modules)
+
+
+def _training(layers: nn.Module, modes: list[bool]) -> Any:
+    """A context in which every module is in the mode that it had."""
+
+    @contextlib.contextmanager
+    def as_they_were() -> Iterator[None]:
+        now = [(module, module.training) for module in layers.modules()]
+        for (module, _), mode in zip(now, modes, strict=True):
+            module.training = mode
+        try:
+            yield
+        finally:
+            for module, mode in now:
+                module.training = mode
+
+    return as_they_were
 
 
 def _autocast(device: str) -> dict[str, Any] | None:

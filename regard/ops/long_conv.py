@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import describe, is_dense, is_number_type
+from regard.ops.checks import without_autocast
 
 __all__ = ["long_conv", "toeplitz"]
 
@@ -35,7 +36,11 @@ def long_conv(x: Tensor, kernel: Tensor, *, state: Tensor | None = None) -> Tens
     >>> long_conv(torch.ones(1, 4, 1), torch.tensor([[1.0, 0.5, 0.25]])).flatten().tolist()
     [1.0, 1.5, 1.75, 1.75]
     """
-    for name, one in (("x", x), ("kernel", kernel)):
+    for name, one in (("x", x), ("kernel", kernel), ("state", state)):
+        if name == "state" and one is None:
+            continue
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {describe(one)}")
         is_dense(name, one)
         is_number_type(name, one)
     if x.ndim != 3 or kernel.ndim != 2 or kernel.shape[0] != x.shape[2]:
@@ -44,7 +49,8 @@ def long_conv(x: Tensor, kernel: Tensor, *, state: Tensor | None = None) -> Tens
         raise ValueError(f"state: expected (B, P, C) as x (B, T, C), got {describe(state)} and {describe(x)}")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     seen = x if state is None else torch.cat([state.to(x.dtype), x], 1)
-    rows = _convolved(seen.to(wide).transpose(1, 2), kernel.to(wide))
+    with without_autocast(x):
+        rows = _convolved(seen.to(wide).transpose(1, 2), kernel.to(wide))
     return rows.transpose(1, 2)[:, seen.shape[1] - x.shape[1] :].to(x.dtype)
 
 

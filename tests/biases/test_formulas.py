@@ -6,7 +6,7 @@ import torch
 import regard
 from regard.biases import Alibi, Formula
 from regard.coordinates import Coordinates
-from regard.masks import Causal, Window
+from regard.masks import Causal, Predicate, Window
 from regard.nn import MultiHeadAttention
 
 
@@ -99,3 +99,13 @@ def test_it_is_drawn_and_moved():
     assert bias.dense(2).tolist() == [[[[0.0, -1.0], [1.0, 0.0]]]]
     assert bias.to("meta").parameters[0].is_meta
     assert bias.shifted(3).dense(2)[0, 0, 0, 1] == -1.0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 64), (8,), (3, 1, 64, 64), (1, 1, 1, 64, 64)])
+@pytest.mark.parametrize("backend", [None, "chunked", "reference", "sdpa"])
+def test_a_result_of_another_shape_is_refused(shape, backend):
+    q = torch.randn(2, 2, 64, 8)
+    with pytest.raises(ValueError, match=r"Formula\.fn: expected a result that broadcasts to"):
+        regard.attention(q, q, q, bias=Formula(lambda b, h, i, j: torch.zeros(shape)), backend=backend)
+    with pytest.raises(ValueError, match=r"Predicate\.fn: expected a result that broadcasts to"):
+        regard.attention(q, q, q, mask=Predicate(lambda b, h, i, j: torch.ones(shape).bool()), backend=backend)

@@ -125,7 +125,7 @@ def test_an_answer_left_early_stays_and_a_turn_that_does_not_fit_changes_nothing
     pieces.close()
     assert talk.messages[-1] == {"role": "assistant", "content": begun} and len(talk.messages) == 2
     before = list(talk.messages)
-    with pytest.raises(regard.errors.CacheFull, match="room for 100 tokens"):
+    with pytest.raises(regard.errors.CacheFull, match="at most 100 tokens, got"):
         talk.say("word " * 90)
     assert talk.messages == before
     assert isinstance("".join(talk.say("Go on.")), str)
@@ -153,6 +153,81 @@ def test_a_kept_cache_is_checked(model):
         Conversation(encoder)
     with pytest.raises(ValueError, match="template"):
         Conversation(model, template="unheard-of")
+
+
+@pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "llama"])
+def test_a_kept_cache_survives_an_interruption_between_two_layers(name):
+    own = regard.load(f"tests/checkpoints/{name}", dtype=torch.float64)
+    kept = KeptCache(own, 40)
+    with torch.no_grad():
+        own(torch.tensor([kept.rest([5, 9, 11])]), cache=kept.cache)
+        kept.ids += [5, 9, 11]
+
+        def interrupted(*given):
+            raise KeyboardInterrupt
+
+        hook = own.layers[-1].register_forward_pre_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own(torch.tensor([[3]]), cache=kept.cache)
+        hook.remove()
+        ids = [5, 9, 11, 8, 2]
+        found = own(torch.tensor([kept.rest(ids)]), cache=kept.cache, last_only=True)
+        torch.testing.assert_close(found, own(torch.tensor([ids]))[:, -1:], rtol=1e-9, atol=1e-9)
+
+
+def test_one_text_at_a_time_and_training_mode_afterwards(model):
+    kept = KeptCache(model, 60)
+    first = stream(model, "Once upon a time there was", max_tokens=8, kept=kept)
+    next(first)
+    "".join(stream(model, "The capital of France is", max_tokens=3, kept=kept))
+    with pytest.raises(regard.errors.CacheError, match="another text has been read"):
+        list(first)
+    model.train()
+    one, two = (stream(model, "Once upon", max_tokens=n) for n in (3, 6))
+    next(one), next(two)
+    assert model.training  # between steps the model is as its owner left it
+    list(one), list(two)
+    assert model.training
+    model.eval()
+    talk = Conversation(model, context=300, max_tokens=4)
+    left = talk.say("One")
+    next(left)
+    list(talk.say("Two"))
+    assert [m["content"] for m in talk.messages if m["role"] == "user"] == ["One", "Two"]
+
+
+def test_a_conversation_says_what_it_takes_and_an_error_adds_no_turn(model):
+    for given, words in (
+        ({"foo": 1}, "foo: expected"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_tokens": 0}, "max"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            Conversation(model, **given)
+    for wrong in (None, regard.load("tests/checkpoints/bert")):
+        with pytest.raises(TypeError, match="model: expected a Decoder"):
+            KeptCache(wrong, 5)
+    talk = Conversation(model, context=300, max_tokens=4)
+
+    def fails(*given):
+        raise RuntimeError("no")
+
+    hook = model.layers[3].register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="no"):
+        list(talk.say("One"))
+    hook.remove()
+    assert talk.messages == []
+    list(talk.say("One"))
+    assert len(talk.messages) == 2
+
+
+def test_long_turns_and_odd_bytes_do_not_end_a_chat():
+    given = b"Hi\n" + b"word " * 200 + b"\n\xff\xfe\n"
+    done = subprocess.run([*COMMAND, "--context", "120"], input=given, capture_output=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) >= 2
+    assert b"no room for this turn in --context 120 tokens" in done.stderr
+    huge = subprocess.run([*COMMAND, "--context", "1024m"], input=b"Hi\n", capture_output=True)
+    assert huge.returncode == 2 and b"--context: there is no memory" in huge.stderr
 
 
 def test_a_signal_while_it_loads_is_no_traceback():

@@ -1,6 +1,7 @@
 """The command line, run in this process: what it prints, where, and its exit codes."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -204,6 +205,28 @@ def test_a_file_goes_in_and_another_comes_out(capsys, tmp_path):
     for more, words in ((["Hello", "--file", str(given)], "got both"), (["Hello", "--system", "x"], "expected --chat")):
         code, _, err = run(capsys, "generate", *more)
         assert code == 2 and words in err
+
+
+def test_output_writes_through_links_and_specials_and_says_early_what_is_wrong(capsys, tmp_path):
+    real, link, pipe = tmp_path / "real.txt", tmp_path / "link.txt", tmp_path / "pipe"
+    real.write_text("old", encoding="utf-8")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    command = ["generate", "The capital of France is", "--max-tokens", "2", "--no-report", "--output"]
+    assert run(capsys, *command, str(link))[0] == 0
+    assert link.is_symlink() and real.read_text(encoding="utf-8") == "The capital of France is Paris.\n"
+    assert real.stat().st_mode & 0o777 == 0o600
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    assert run(capsys, *command, str(pipe))[0] == 0
+    assert reader.communicate(timeout=30)[0] == "The capital of France is Paris.\n" and pipe.is_fifo()
+    for path, words in ((tmp_path, "got the folder"), (tmp_path / "no" / "where.txt", "there is no folder")):
+        code, out, err = run(capsys, *command, str(path), "--model", "nowhere")
+        assert (code, out) == (2, "") and words in err and "tmp" in err
+    odd = tmp_path / "odd.txt"
+    odd.write_bytes(b"\xff\xfe")
+    code, _, err = run(capsys, "generate", "--file", str(odd))
+    assert code == 2 and "odd.txt is no text in UTF-8" in err
 
 
 @pytest.mark.parametrize(

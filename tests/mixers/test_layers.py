@@ -212,7 +212,7 @@ def test_the_mixing_matrix_is_what_the_layer_mixes():
     matrix, values = regard.mixing_matrix(layer, x, keep=keep)
     mixed = (matrix @ values).transpose(1, 2).flatten(2) * torch.sigmoid(layer.gate_proj(x))
     torch.testing.assert_close(layer.o_proj(mixed), layer(x, keep=keep), rtol=0, atol=1e-12)
-    with pytest.raises(TypeError, match="layer: expected"):
+    with pytest.raises(TypeError, match="module: expected"):
         regard.mixing_matrix(torch.nn.Linear(2, 2), x)
 
 

@@ -80,3 +80,12 @@ def test_convolutions_do_not_reach_over_packed_sequences():
 def test_errors_name_the_argument(error, words, make):
     with pytest.raises(error, match=words):
         make()
+
+
+def test_a_long_text_under_function_transforms():
+    layer = MultiTokenAttention(8, 2).double()
+    x = torch.randn(1, 140, 8, dtype=torch.float64)
+    found = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    (want,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)

@@ -107,3 +107,57 @@ def test_second_derivatives_are_an_error_and_transforms_take_the_ordinary_pass()
     torch.testing.assert_close(found, grad.detach(), rtol=1e-9, atol=1e-9)
     whole = torch.compile(layers, backend="aot_eager")
     torch.testing.assert_close(whole(x), layers(x))
+
+
+class Leaning(nn.Module):
+    """Adds what the call brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, *, more: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.map(x) * more
+        return y if keep is None else torch.where(keep[..., None], y, 0.0)
+
+
+def test_gradients_of_further_arguments_and_of_parameters_that_stand_in_for_others():
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    found = []
+    for recompute in (False, True):
+        layers, more = stack(2, Leaning, recompute=recompute), torch.rand(DIM, dtype=torch.float64, requires_grad=True)
+        torch.nn.init.constant_(more.data, 0.7)
+        layers(x, more=more).square().sum().backward()
+        others = {n: (2 * p).detach().requires_grad_() for n, p in layers.named_parameters()}
+        out = torch.func.functional_call(layers, others, (x,), {"more": more.detach()})
+        found.append([more.grad, *torch.autograd.grad(out.square().sum(), list(others.values()))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_the_mode_and_the_arguments_of_the_call_hold_for_its_gradient():
+    x, keep = torch.randn(2, 5, DIM, dtype=torch.float64), torch.ones(2, 5, dtype=torch.bool)
+    found = []
+    for recompute in (False, True):
+        layers, leaf = stack(2, dropout=0.5, recompute=recompute).train(), x.clone().requires_grad_()
+        torch.manual_seed(3)
+        out = layers(leaf)
+        layers.eval()
+        found.append(torch.autograd.grad(out.square().sum(), leaf)[0])
+        assert not any(module.training for module in layers.modules())
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    out = layers.train()(x, keep=keep)
+    keep[0, 3:] = False
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    out = layers(x)
+    layers.blocks[0].ff.up_proj.weight = nn.Parameter(torch.zeros(16, DIM, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="parameters were replaced"):
+        out.sum().backward()
+
+
+def test_hooks_on_a_block_run():
+    layers, calls = stack(2), []
+    layers.blocks[1].register_forward_hook(lambda *given: calls.append(1))
+    layers(torch.randn(1, 3, DIM, dtype=torch.float64)).sum().backward()
+    assert calls == [1]

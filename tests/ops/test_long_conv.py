@@ -43,3 +43,12 @@ def test_errors_name_the_argument():
         regard.long_conv(drawn(1, 5, 2), drawn(3, 5))
     with pytest.raises(ValueError, match=r"state: expected \(B, P, C\)"):
         regard.long_conv(drawn(1, 5, 2), drawn(2, 5), state=drawn(1, 3, 3))
+
+
+def test_autocast_changes_nothing_and_states_are_checked():
+    x, kernel = torch.randn(1, 300, 3), torch.randn(3, 300)
+    want = regard.long_conv(x, kernel)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(regard.long_conv(x, kernel), want)
+    with pytest.raises(TypeError, match="state"):
+        regard.long_conv(x, kernel, state=5)

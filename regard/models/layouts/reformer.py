@@ -263,5 +263,5 @@ REFORMER = Layout(
         Ignored("qa_outputs.*", "a task's head"),
         Ignored("*mask_value_float*", "old files store the scores of what is hidden"),
     ),
-    inert=frozenset({"chunk_size_lm_head", "classifier_dropout"}),
+    inert=frozenset({"chunk_size_feed_forward", "chunk_size_lm_head", "classifier_dropout"}),
 )
